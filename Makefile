@@ -12,7 +12,7 @@ export CTEST_PARALLEL_LEVEL ?= $(shell nproc)
 FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test dev sanitize coverage fuzz format tidy cuda test-gpu sanitize-gpu docs wheel test-python install clean
+.PHONY: help setup run results-small test dev sanitize coverage fuzz format tidy cuda test-gpu sanitize-gpu docs wheel test-python install clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -35,13 +35,21 @@ run:  ## build, compare long sequences, train a small model with every attention
 	@scripts/step "Configure the build" cmake --preset release $(if $(CUDA),-DCOTERIE_CUDA=$(CUDA))
 	@scripts/step "Build the program" cmake --build --preset release --target coterie_cli
 	@scripts/step "Time every attention alone" \
-	  build/release/bin/coterie bench --device $(DEVICE) --seconds 30 --json out/bench.jsonl
+	  build/release/bin/coterie bench --device $(DEVICE) --seconds 20 --json out/bench.jsonl
 	@scripts/step "Train small models, two at a time" sh -c '\
 	  $(COMPARE) --sections copy >out/compare.log 2>&1 & \
 	  $(COMPARE) --sections recall "recall, long" "recall, causal" bytes; status=$$?; \
 	  wait $$! || { cat out/compare.log; exit 1; }; exit $$status'
 	@scripts/step "Write the report" $(COMPARE) --bench out/bench.jsonl
 	@scripts/step --total "make run, its parts"
+
+results-small:  ## repeat the smallest experiment on the CPU and compare it with its record
+	scripts/setup torch
+	cmake --preset release
+	cmake --build --preset release --target coterie_cli
+	rm -rf build/results-small
+	experiments/run.py small --jobs $(HALF_THE_CORES) --out build/results-small --logs build/results-small
+	experiments/compare.py small --repeated build/results-small
 
 test:  ## build everything the machine has the tools for and run all tests
 	@rm -f build/steps

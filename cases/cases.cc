@@ -312,6 +312,20 @@ constexpr Line kDropout[] = {
      "N65 D16 dropout=0.3"},
 };
 
+// Calls that are parts of larger ones, by every mechanism that draws random numbers per head.
+constexpr Line kParts[] = {
+    {"part_clustered", "clustered(clusters=7)", "H4:2 N113 D32 padded part"},
+    {"part_clustered_hamming", "clustered(clusters=7,clustering=hamming)", "H4:2 N113 D32 part"},
+    {"part_clustered_hamming_keys_bf16", "clustered(clusters=7,clustering=hamming-keys)",
+     "B3 H4:2 N200 D64 bf16 part"},
+    {"part_i_clustered_packed_bf16", "i-clustered(clusters=9,topk=32)",
+     "B1 H4:2 N300 D64 packed bf16 part"},
+    {"part_dropout_full", "full", "H4:2 N113 D32 part dropout=0.3"},
+    {"part_dropout_cast", "cast(clusters=6,size=20)", "N113 D16 part dropout=0.3"},
+    {"part_dropout_routing", "routing(clusters=5,window=20)",
+     "H4:2 N113 D16 scale=0.3 part dropout=0.3"},
+};
+
 std::int64_t integer(const std::string& text) {
   std::int64_t value = -1;
   const auto end = std::from_chars(text.data(), text.data() + text.size(), value).ptr;
@@ -360,6 +374,8 @@ void read_word(const std::string& word, Case& c) {
     c.mask = true;
   } else if (word == "logit_scale") {
     c.logit_scale = true;
+  } else if (word == "part") {
+    c.part = true;
   } else if (word.starts_with("scale=")) {
     c.scale = std::stod(word.substr(6));
   } else if (word.starts_with("dropout=")) {
@@ -421,6 +437,7 @@ std::vector<Case> all() {
   add(kRouting);
   add(kCast);
   add(kDropout);
+  add(kParts);
   return cases;
 }
 

@@ -62,6 +62,7 @@ struct Case {
   bool logit_scale = false;  // routing: with factors per head
   double scale = 0.0;
   double dropout = 0.0;
+  bool part = false;  // of a larger call, which has other random numbers
 };
 
 // For messages: the name.
@@ -71,7 +72,7 @@ std::ostream& operator<<(std::ostream& out, const Case& c);
 std::vector<Case> all();
 
 // A case from words: "B3 H4:2 N113 S65 D64:32 causal mask padded|packed|drawn bnhd|gaps
-// f64|bf16|f16 mixture|equal|... logit_scale scale=0.5 dropout=0.1"; everything else has its
+// f64|bf16|f16 mixture|equal|... logit_scale part scale=0.5 dropout=0.1"; everything else has its
 // default.
 Case make_case(const std::string& name, const std::string& spec, const std::string& shape);
 

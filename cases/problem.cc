@@ -199,6 +199,7 @@ Problem make_problem(const Case& given, std::uint64_t seed) {
   inputs.seed = seed;
   inputs.dropout = c.dropout;
   inputs.dropout_seed = seed + 1;
+  if (c.part) inputs.part = {3, 1, 2};
 
   inputs.q = new_tensor(storage, c.dtype, {c.B, c.H, c.N, c.Dk}, c.layout);
   const TokenData data(c, problem.mechanism, seed);

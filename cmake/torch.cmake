@@ -59,4 +59,22 @@ target_link_libraries(coterie_libtorch INTERFACE stdc++
 target_link_options(coterie_libtorch INTERFACE LINKER:-rpath,${root}/lib)
 set(COTERIE_WITH_TORCH ON)
 set(COTERIE_TORCH_FOLDER ${root})
+
+# Parsing the headers of torch's modules takes 12 s in every file or group of files; precompiled once they take 3.
+# These are the ones that coterie/torch/attention.h includes, no others: the test of public headers uses them. g++ 12
+# crashes if a file that uses them has another -O than they, and says nothing before.
+if(COTERIE_TOGETHER)
+  file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/CMakeFiles/torch_modules.cc CONTENT "")
+  add_library(coterie_torch_modules OBJECT ${PROJECT_BINARY_DIR}/CMakeFiles/torch_modules.cc)
+  target_link_libraries(coterie_torch_modules PRIVATE coterie_libtorch)
+  target_precompile_headers(coterie_torch_modules PRIVATE
+    <ATen/core/Tensor.h> <torch/nn/module.h> <torch/nn/modules/linear.h> <torch/nn/pimpl.h>)
+endif()
+
+# Gives `target`, if it is built, these precompiled headers.
+function(coterie_precompiled_torch target)
+  if(COTERIE_TOGETHER AND TARGET ${target})
+    target_precompile_headers(${target} REUSE_FROM coterie_torch_modules)
+  endif()
+endfunction()
 coterie_report(torch in "version ${version} in ${root}")

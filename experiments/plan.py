@@ -3,7 +3,8 @@
 
 A description has options of ``coterie train`` for all runs and families of runs. A family has options
 and seeds, attentions by label (one run per label and seed), and attentions with which every trained
-model is evaluated in addition to its own.
+model is evaluated in addition to its own. ``file`` names its data in the folder of ``--data``; "" if it
+needs none.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-FAMILY_KEYS = {"seeds", "options", "attention", "evaluate"}
-KEYS = {"title", "data", "text", "options", "family", "section", "target"}
+FAMILY_KEYS = {"seeds", "options", "attention", "evaluate", "file"}
+KEYS = {"title", "data", "text", "options", "family", "section", "target", "file"}
 
 
 class Run(NamedTuple):
@@ -28,6 +29,7 @@ class Run(NamedTuple):
     seed: int
     options: dict[str, str]  # of coterie train, without --data, --device and --out
     evaluate: dict[str, str]  # spec by label
+    file: str | None = None  # in the folder of --data; "": no data; None: --data itself
 
 
 class PlanError(Exception):
@@ -76,5 +78,5 @@ def runs_of(plan: dict[str, Any]) -> list[Run]:
             for label, spec in family["attention"].items():
                 own = {**texts, "attention": spec, "seed": str(seed)}
                 runs.append(Run(f"{name}-{slug(label)}-{seed}", name, label, seed, own,
-                                dict(family.get("evaluate", {}))))
+                                dict(family.get("evaluate", {})), family.get("file", plan.get("file"))))
     return runs

@@ -64,6 +64,9 @@ def provenance(logs: Logs, family: str) -> str:
     head = (f"{place}, torch {facts['machine']['torch']}, {' and '.join(dates)}, "
             f"commit {', '.join(commits)}; {facts['parameters']:,} parameters. "
             f"Seeds {', '.join(str(s) for s in sorted({r['seed'] for r in logs.of('run', family=family)}))}.")
+    jobs = max(line.get("jobs", 1) for line in commands)
+    if jobs > 1:
+        head += f" {jobs} runs shared the machine: their times and memory compare roughly."
     return f"{head} The first run:\n\n```\n{' '.join(words)}\n```\n"
 
 
@@ -95,17 +98,21 @@ def training(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
     scores = {label: [line["metric"] for line in logs.of("score", family=name, evaluation=label)]
               for label in family["attention"]}
     best = statistics.mean(next(iter(scores.values())))
+    strata = list(logs.of("score", family=name)[0]["strata"])
     rows = []
     for label, spec in family["attention"].items():
         ends = logs.of("end", family=name, label=label)
         step = statistics.median(1000 * line["seconds"] / line["step"] for line in ends)
         mean = statistics.mean(scores[label])
+        lines = logs.of("score", family=name, evaluation=label)
+        parts = [f"{statistics.mean(line['strata'][part] for line in lines):.4f}" for part in strata]
+        peak = max(line["peak_memory_bytes"] for line in ends) / 2**20
         rows.append([label, f"{mean:.4f}", f"{min(scores[label]):.4f} to {max(scores[label]):.4f}",
-                     percent(mean, best), f"{step:.1f}", f"{step * ends[0]['step'] / 1000:.1f}",
-                     f"`{spec}`"])
+                     percent(mean, best), *parts, f"{step:.1f}",
+                     f"{step * ends[0]['step'] / 1000:.1f}", f"{peak:.0f}", f"`{spec}`"])
     metric = logs.of("score", family=name)[0]["metric_name"]
     head = ["attention", metric, f"range of {len(family.get('seeds', [1]))} seeds",
-            f"against {next(iter(scores))}", "ms per step", "seconds", "spec"]
+            f"against {next(iter(scores))}", *strata, "ms per step", "seconds", "peak MiB", "spec"]
     pictures = {f"results/{name}-steps.svg": curves(logs, name, "step", "steps", metric),
                 f"results/{name}-seconds.svg": curves(logs, name, "seconds", "seconds of training", metric)}
     links = "".join(f"![{Path(path).stem}]({path})\n" for path in pictures)
@@ -121,11 +128,22 @@ def curves(logs: Logs, family: str, over: str, label: str, metric: str) -> str:
                   for line in logs.of("eval", run=run["run"])]
         lines.append(plot.Curve(run["label"], points))
     ys = sorted(y for line in lines for _, y in line.points)
-    top = ys[int(0.9 * (len(ys) - 1))]  # the first validations are far above the others
-    return plot.line_plot(f"{metric} over {label}", label, metric, lines, (ys[0], top))
+    # The first validations are far from the others.
+    tenth = ys[int((0.1 if metric == "accuracy" else 0.9) * (len(ys) - 1))]
+    bounds = (tenth, ys[-1]) if metric == "accuracy" else (ys[0], tenth)
+    return plot.line_plot(f"{metric} over {label}", label, metric, lines, bounds)
 
 
 KINDS = {"evaluations": evaluations, "training": training}
+
+
+def absolute(target: Line, logs: Logs) -> list[str]:
+    """A number to reach: at least of an accuracy, at most of other metrics."""
+    lines = logs.of("score", family=target["family"], evaluation=target["evaluation"])
+    mean, higher = statistics.mean(line["metric"] for line in lines), lines[0]["metric_name"] == "accuracy"
+    reached = mean >= target["value"] if higher else mean <= target["value"]
+    bound = f"{lines[0]['metric_name']} of {target['value']:g} or {'more' if higher else 'less'}"
+    return [f"{target['evaluation']}, {target['family']}", bound, f"{mean:.4f}", "yes" if reached else "**no**"]
 
 
 def targets(plan: Line, logs: Logs) -> str:
@@ -133,6 +151,9 @@ def targets(plan: Line, logs: Logs) -> str:
     rows = []
     for target in plan.get("target", []):
         family = target["family"]
+        if "value" in target:
+            rows.append(absolute(target, logs))
+            continue
         own = next(iter(plan["family"][family]["attention"]))
         scores = {line["evaluation"]: line["metric"] for line in logs.of("score", family=family)}
         found = scores[target["evaluation"]]

@@ -3,8 +3,9 @@
 """Runs an experiment: trains its models, evaluates them, and packs the logs.
 
     experiments/run.py near --data runs/data/wiki100m --device cuda
+    experiments/run.py speech --data packs --device cuda --jobs 8
 
-Finished runs and evaluations are not repeated and interrupted ones are resumed, so the same command
+Runs are spread over the GPUs, --jobs at a time. Finished runs and evaluations are not repeated and interrupted ones are resumed, so the same command
 continues after an interruption. The logs are packed into experiments/logs/NAME.jsonl.xz, from which
 experiments/results.py writes docs/results.md.
 """
@@ -19,8 +20,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +32,49 @@ import plan as plans
 Line = dict[str, Any]
 
 
+class RunError(Exception):
+    """A command that failed."""
+
+
+def devices(wanted: str) -> list[str]:
+    """cuda: all GPUs; otherwise what was asked for."""
+    if wanted != "cuda":
+        return [wanted]
+    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    return [f"cuda:{i}" for i in range(max(1, found.count("GPU ")))]
+
+
 class Driver:
     """Runs commands of one experiment and keeps their logs in a folder."""
 
     def __init__(self, arguments: argparse.Namespace, plan: dict[str, Any]) -> None:
         self.program: str = arguments.program
         self.data: str | None = arguments.data
-        self.device: str = arguments.device
+        self.devices = devices(arguments.device)
+        self.jobs: int = arguments.jobs or len(self.devices)
         self.split: str = arguments.split
         self.folder = Path(arguments.out) / arguments.experiment
-        self.data_name: str = plan.get("data", "built-in text")
+        self.data_name: str = plan.get("data", "packs" if self.data else "built-in text")
         self.folder.mkdir(parents=True, exist_ok=True)
         self.machine = self._machine()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._place = threading.local()  # of a job
+        self._places = iter(range(self.jobs))
+
+    def start_job(self) -> None:
+        """Called once by every thread: its device."""
+        self._place.device = self.devices[next(self._places) % len(self.devices)]
+
+    def interrupt(self) -> None:
+        """Asks the commands that run to stop."""
+        for process in list(self._running):
+            process.terminate()
+
+    def data_of(self, run: plans.Run) -> str | None:
+        """The path of a run's data."""
+        if run.file == "" or not self.data:
+            return None
+        return self.data if run.file is None else str(Path(self.data) / run.file)
 
     def _machine(self) -> dict[str, str]:
         """What ``coterie info`` prints, by the first word of each line."""
@@ -78,13 +112,15 @@ class Driver:
         start = time.monotonic()
         with subprocess.Popen([self.program, *words], stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
+            self._running.add(process)
             yield from process.stdout
             status = process.wait()
+        self._running.discard(process)
         self.write(run, {"kind": "command", "command": ["coterie", *words], "date": date,
                          "status": status, "seconds": round(time.monotonic() - start, 2),
-                         "machine": self.machine})
+                         "jobs": self.jobs, "machine": self.machine})
         if status != 0:
-            sys.exit(f"run.py: {run.name}: coterie {words[0]} ended with status {status}")
+            raise RunError(f"{run.name}: coterie {words[0]} ended with status {status}")
 
     def train(self, run: plans.Run) -> None:
         """Trains unless the run has finished."""
@@ -94,12 +130,12 @@ class Driver:
                 return
             words = ["train", "--out", str(folder), "--resume"]
         else:
-            words = ["train", "--out", str(folder), "--device", self.device]
-            words += ["--data", self.data] if self.data else []
+            words = ["train", "--out", str(folder), "--device", self._place.device]
+            words += ["--data", self.data_of(run)] if self.data_of(run) else []
             for key, value in run.options.items():
                 words += [f"--{key}", value]
         for line in self.command(run, words):
-            print("  " + line, end="")
+            print(f"  {run.name}: {line}", end="")
 
     def evaluate(self, run: plans.Run) -> None:
         """Evaluates with the attention of the run and with those that are not in the log yet."""
@@ -108,14 +144,14 @@ class Driver:
         if run.label in done and not missing:
             return
         words = ["eval", str(self.folder / run.name), "--split", self.split, "--json"]
-        words += ["--data", self.data] if self.data else []
-        words += ["--device", self.device]
+        words += ["--data", self.data_of(run)] if self.data_of(run) else []
+        words += ["--device", self._place.device]
         words += ["--attention", *missing.values()] if missing else []
         labels = iter([run.label, *missing])  # the program begins with the trained attention
         for text in self.command(run, words):
             label = next(labels)
             line = json.loads(text)
-            print(f"  {label}: {line['metric']:.4f}", flush=True)
+            print(f"  {run.name}, {label}: {line['metric']:.4f}", flush=True)
             if label not in done:
                 self.write(run, {**line, "kind": "score", "evaluation": label})
 
@@ -130,7 +166,7 @@ class Driver:
     def _names(self) -> dict[str, str]:
         """What paths are called in packed logs, longest paths first."""
         names = {str(self.folder): "runs", str(self.folder.resolve()): "runs"}
-        if self.data:
+        if self.data and self.data_name:
             names |= {self.data: self.data_name, str(Path(self.data).resolve()): self.data_name}
         names[str(plans.ROOT)] = "."
         return dict(sorted(names.items(), key=lambda item: -len(item[0])))
@@ -153,6 +189,24 @@ def _without_paths(value: Any, names: dict[str, str]) -> Any:
     return value
 
 
+def run_all(driver: Driver, runs: list[plans.Run]) -> None:
+    """Trains and evaluates, some at a time. After a failure no more are started."""
+    def work(run: plans.Run) -> None:
+        driver.train(run)
+        driver.evaluate(run)
+
+    with ThreadPoolExecutor(driver.jobs, initializer=driver.start_job) as pool:
+        started = [pool.submit(work, run) for run in runs]
+        try:
+            for future in wait(started, return_when=FIRST_EXCEPTION).done:
+                future.result()
+        except SystemExit:  # interrupted: what runs saves a checkpoint
+            driver.interrupt()
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
 def pack(path: Path, lines: Iterator[Line]) -> None:
     """Writes lines as a compressed file; equal lines give equal bytes."""
     text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines)
@@ -165,7 +219,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("experiment", help="Name of a description in experiments/, such as near")
     parser.add_argument("--data", help="Folder with the text; the built-in text if not given")
-    parser.add_argument("--device", default="cpu", help="Device: cpu or cuda (default: cpu)")
+    parser.add_argument("--device", default="cpu",
+                        help="Device: cpu, cuda (all GPUs) or cuda:N (default: cpu)")
+    parser.add_argument("--jobs", type=int, default=0,
+                        help="Runs at a time; they share the GPUs, so times are not comparable if there "
+                             "are more (default: one for each GPU)")
     parser.add_argument("--split", default="test", help="Held-out data of the evaluations")
     parser.add_argument("--family", action="append", help="Only this family of runs; repeatable")
     parser.add_argument("--out", default="runs", help="Folder for runs and logs (default: runs)")
@@ -187,11 +245,11 @@ def main() -> None:
     driver = Driver(arguments, plan)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # still packs the logs
     try:
-        for run in runs:
-            if arguments.pack_only or (arguments.family and run.family not in arguments.family):
-                continue
-            driver.train(run)
-            driver.evaluate(run)
+        wanted = [run for run in runs if not arguments.family or run.family in arguments.family]
+        if not arguments.pack_only:
+            run_all(driver, wanted)
+    except RunError as error:
+        sys.exit(f"run.py: {error}")
     finally:
         pack(arguments.logs / f"{arguments.experiment}.jsonl.xz",
              (line for run in runs for line in driver.lines(run)))

@@ -124,7 +124,7 @@ std::string percent_text(double share) {
 bool higher_is_better(const std::string& metric) { return metric == "accuracy"; }
 
 std::string metric_text(const std::string& metric, double value) {
-  if (metric == "accuracy") return percent_text(value);
+  if (metric == "accuracy" || metric == "error rate") return percent_text(value);
   return fmt::format("{:.{}f}", value, metric == "perplexity" ? 2 : 3);
 }
 

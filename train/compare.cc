@@ -68,6 +68,7 @@ Config copy_config(std::int64_t length) {
   config.model.embedding_std = 0.5;
   config.optimizer.lr = 5e-3;
   config.train.steps = 300;
+  config.train.final_batches = 16;  // 256 rows
   return config;
 }
 
@@ -81,6 +82,7 @@ Config recall_config(bool causal) {
   config.optimizer.lr = 1e-2;
   config.train.batch = 32;
   config.train.steps = 200;
+  config.train.final_batches = 16;  // 512 rows
   return config;
 }
 

@@ -27,6 +27,27 @@ struct MaskedConfig {
   double share = 0.15;  // of the bytes of a sequence that are masked
 };
 
+struct ListopsConfig {
+  std::int64_t shortest = 0;  // every expression has more tokens; 0: a quarter of the length
+  std::int64_t depth = 10;
+  std::int64_t arguments = 10;  // most of an operator
+};
+
+struct PathfinderConfig {
+  std::int64_t paddles = 14;  // of each of the two paths
+  std::int64_t distractors = 5;
+};
+
+struct ImagesConfig {
+  std::string predict = "class";  // class: of the grey image; pixels: each from those before it
+};
+
+struct SpeechConfig {
+  std::int64_t join = 1;       // utterances of an example
+  std::int64_t subsample = 4;  // frames in one position
+  std::int64_t beam = 1;       // of the decoding; 1: greedy
+};
+
 struct TextConfig {                  // bytes, masked, words and tokens
   double valid = 0.05, test = 0.05;  // fractions of the text, from its end
   std::int64_t vocabulary = 0;       // words: size, most frequent first; 0: all. tokens: 0: 4096
@@ -78,6 +99,7 @@ struct TrainConfig {
   std::string centroids = "data";  // of routing: initialised from the first batch, or random
   std::string dtype = "f32";       // f32, bf16 (autocast)
   bool fast = false;               // kernels whose bits differ from run to run are allowed
+  bool graph = false;              // a GPU repeats the recorded work of a step
 };
 
 struct CheckpointConfig {
@@ -87,9 +109,9 @@ struct CheckpointConfig {
 
 struct Config {
   std::string task = "copy";
-  std::string data;  // text tasks: file, folder or archive; empty: the built-in text (not words)
+  std::string data;  // file, folder or archive; empty: the built-in text, for tasks that allow it
   std::uint64_t data_limit = kDataLimit;  // bytes of text, decompressed
-  std::int64_t length = 128;              // tokens per sequence
+  std::int64_t length = 128;              // tokens per sequence; of speech: at most, in frames
   std::string attention = "full";
   std::vector<std::pair<std::string, std::string>> attention_at;  // ("0-3", spec), later ones win
   std::string out;                                                // folder of the run
@@ -100,6 +122,10 @@ struct Config {
   CopyConfig copy;
   RecallConfig recall;
   MaskedConfig masked;
+  ListopsConfig listops;
+  PathfinderConfig pathfinder;
+  ImagesConfig images;
+  SpeechConfig speech;
   TextConfig text;
   ModelConfig model;
   OptimizerConfig optimizer;

@@ -80,7 +80,7 @@ std::string read_pieces(const Read& read, Keep keep, Budget& budget, bool count_
   }
 }
 
-std::vector<CorpusFile> read_folder(const std::string& path, Budget& budget) {
+std::vector<CorpusFile> read_folder(const std::string& path, Keep keep, Budget& budget) {
   std::vector<CorpusFile> files;
   try {
     for (auto entry = fs::recursive_directory_iterator(path);
@@ -90,7 +90,7 @@ std::vector<CorpusFile> read_folder(const std::string& path, Budget& budget) {
       } else if (entry->is_regular_file()) {
         InputFile file(entry->path().string());
         const auto read = [&](char* to, std::size_t count) { return file.read(to, count); };
-        std::string text = read_pieces(read, Keep::text, budget, /*count_all=*/false);
+        std::string text = read_pieces(read, keep, budget, /*count_all=*/false);
         const std::string name = entry->path().lexically_relative(path).generic_string();
         if (!text.empty()) files.push_back({name, std::move(text)});
       }
@@ -210,7 +210,7 @@ void check_names(const std::string& path, archive_entry* entry, const char* name
   }
 }
 
-std::vector<CorpusFile> read_entries(const std::string& path, const Archive& reader,
+std::vector<CorpusFile> read_entries(const std::string& path, const Archive& reader, Keep keep,
                                      Budget& budget) {
   std::vector<CorpusFile> files;
   for (archive_entry* entry = nullptr;;) {
@@ -228,22 +228,22 @@ std::vector<CorpusFile> read_entries(const std::string& path, const Archive& rea
     if (name == nullptr) fail(path, "a file name in it cannot be converted to UTF-8");
     check_names(path, entry, name);
     const bool wanted = archive_entry_filetype(entry) == AE_IFREG && !is_hidden(name);
-    std::string text = read_entry(reader.get(), path, wanted ? Keep::text : Keep::nothing, budget);
+    std::string text = read_entry(reader.get(), path, wanted ? keep : Keep::nothing, budget);
     if (!text.empty()) {
       files.push_back({fs::path(name).lexically_normal().generic_string(), std::move(text)});
     }
   }
 }
 
-std::vector<CorpusFile> read_archive(const std::string& path, Budget& budget) {
+std::vector<CorpusFile> read_archive(const std::string& path, Keep keep, Budget& budget) {
   const Utf8 locale;
   const InputFile file(path);
   budget.check(file.size());
-  return read_entries(path, open_file(path, file.descriptor()), budget);
+  return read_entries(path, open_file(path, file.descriptor()), keep, budget);
 }
 
 // Reads all of it before it is unpacked: libarchive needs to go back in some formats.
-std::vector<CorpusFile> read_standard_input(std::uint64_t limit) {
+std::vector<CorpusFile> read_standard_input(std::uint64_t limit, Keep keep) {
   const std::string name = "standard input";
   const Utf8 locale;
   Budget packed(name, limit), budget(name, limit);
@@ -255,22 +255,24 @@ std::vector<CorpusFile> read_standard_input(std::uint64_t limit) {
     }
   };
   const std::string content = read_pieces(read, Keep::all, packed, /*count_all=*/true);
-  return read_entries(name, open_memory(name, content), budget);
+  return read_entries(name, open_memory(name, content), keep, budget);
 }
 
-std::vector<CorpusFile> read_path(const std::string& path, std::uint64_t limit) {
+std::vector<CorpusFile> read_path(const std::string& path, std::uint64_t limit, Keep keep) {
   std::error_code error;
   const bool folder = fs::is_directory(path, error);
   if (!fs::exists(path, error)) fail(path, "no such file or folder");
   Budget budget(path, limit);
-  return folder ? read_folder(path, budget) : read_archive(path, budget);
+  return folder ? read_folder(path, keep, budget) : read_archive(path, keep, budget);
 }
 
 }  // namespace
 
-std::vector<CorpusFile> read_corpus_files(const std::string& path, std::uint64_t limit) {
+std::vector<CorpusFile> read_corpus_files(const std::string& path, std::uint64_t limit,
+                                          FileKind kind) {
+  const Keep keep = kind == FileKind::text ? Keep::text : Keep::all;
   std::vector<CorpusFile> files =
-      path == kStandardInput ? read_standard_input(limit) : read_path(path, limit);
+      path == kStandardInput ? read_standard_input(limit, keep) : read_path(path, limit, keep);
   if (files.empty() || files.front().text.empty()) fail(path, "it contains no text");
   std::sort(files.begin(), files.end(),
             [](const CorpusFile& a, const CorpusFile& b) { return a.name < b.name; });

@@ -20,12 +20,15 @@ struct CorpusFile {
 
 constexpr const char* kStandardInput = "-";  // as a path
 
+enum class FileKind : std::uint8_t { text, any };
+
 // The files sorted by name. In folders and archives, skips hidden files (name starts with a dot),
-// binary files (a zero byte in the first 8 KiB) and links in archives; a single file is read as it
-// is. Throws Error if there is no text, if a folder has more than `limit` bytes of text or an
-// archive unpacks to more, and if names or links of an archive point outside it.
-std::vector<CorpusFile> read_corpus_files(const std::string& path,
-                                          std::uint64_t limit = kDataLimit);
+// links in archives and, if only text is wanted, binary files (a zero byte in the first 8 KiB); a
+// single file is read as it is. Throws Error if there is nothing to read, if a folder has more than
+// `limit` bytes of it or an archive unpacks to more, and if names or links of an archive point
+// outside it.
+std::vector<CorpusFile> read_corpus_files(const std::string& path, std::uint64_t limit = kDataLimit,
+                                          FileKind kind = FileKind::text);
 
 // Their concatenated bytes.
 std::string read_corpus(const std::string& path, std::uint64_t limit = kDataLimit);

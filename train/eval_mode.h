@@ -8,7 +8,7 @@ namespace coterie::train {
 
 class EvalMode {
  public:
-  explicit EvalMode(torch_api::LanguageModel& model)
+  explicit EvalMode(const torch_api::Model& model)
       : model_(model), was_training_(model->is_training()) {
     model_->eval();
   }
@@ -17,7 +17,7 @@ class EvalMode {
   EvalMode& operator=(const EvalMode&) = delete;
 
  private:
-  torch_api::LanguageModel& model_;
+  torch_api::Model model_;
   bool was_training_;
 };
 

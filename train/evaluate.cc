@@ -13,6 +13,7 @@
 #include "train/autocast.h"
 #include "train/eval_mode.h"
 #include "train/gradients.h"
+#include "train/transcripts.h"
 
 namespace coterie::train {
 namespace {
@@ -72,7 +73,7 @@ Batch to_device(const Batch& batch, c10::Device device) {
 }
 
 Score score_of(const at::Tensor& logits, const Batch& batch, std::vector<Score>* strata) {
-  const at::Tensor flat = logits.flatten(0, 1).to(at::kFloat);
+  const at::Tensor flat = logits.flatten(0, -2).to(at::kFloat);
   const at::Tensor targets = batch.targets.flatten();
   const at::Tensor nats =
       at::nll_loss(flat.log_softmax(-1), targets, {}, at::Reduction::None, kIgnore);
@@ -87,7 +88,7 @@ Score score_of(const at::Tensor& logits, const Batch& batch, std::vector<Score>*
   return sum_where(asked, nats, right);
 }
 
-Evaluation evaluate(torch_api::LanguageModel& model, const Task& task,
+Evaluation evaluate(const torch_api::Model& model, const Task& task,
                     const EvaluateOptions& options) {
   using Clock = std::chrono::steady_clock;
   const Clock::time_point start = Clock::now();
@@ -96,6 +97,8 @@ Evaluation evaluate(torch_api::LanguageModel& model, const Task& task,
   const c10::Device device = model->parameters().front().device();
   const AutocastGuard autocast(device, options.bf16);
   const std::vector<std::string> names = task.strata();
+  const Answers answers = task.answers();
+  const auto* const transcript = std::get_if<TranscriptAnswer>(&answers);
   const std::int64_t all = task.batches(options.split, options.rows);
   const std::int64_t batches = options.batches > 0 ? std::min(all, options.batches) : all;
   if (batches < 1) throw Error("[evaluate] expected at least one batch of held-out data; got none");
@@ -116,7 +119,11 @@ Evaluation evaluate(torch_api::LanguageModel& model, const Task& task,
     context.ranks = sequence;
     std::vector<Score> strata(names.size());
     const at::Tensor logits = model->forward(batch.tokens, context).out;
-    table.set(index, 0, score_of(logits, own_positions(batch, sequence), &strata));
+    const Batch own_batch = own_positions(batch, sequence);
+    table.set(index, 0,
+              transcript == nullptr
+                  ? score_of(logits, own_batch, &strata)
+                  : score_transcripts(*model, *transcript, logits, own_batch, strata));
     for (std::size_t i = 0; i < names.size(); ++i) table.set(index, 1 + i, strata[i]);
     if (options.progress) options.progress(index + 1, batches);
   }

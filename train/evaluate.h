@@ -35,11 +35,11 @@ struct EvaluateOptions {
   Ranks* ranks = nullptr;                // share the batches, or null
 };
 // Without gradients and dropout, on the model's device.
-Evaluation evaluate(torch_api::LanguageModel& model, const Task& task,
+Evaluation evaluate(const torch_api::Model& model, const Task& task,
                     const EvaluateOptions& options);
 
-// The score of logits (B, N, V) for a batch. If `strata` is given and the batch has strata, adds
-// the scores by stratum to it, in the order of Task::strata().
+// The score of logits (B, N, V), or (B, V) for one class per row, for a batch. If `strata` is given
+// and the batch has strata, adds the scores by stratum to it, in the order of Task::strata().
 Score score_of(const at::Tensor& logits, const Batch& batch, std::vector<Score>* strata = nullptr);
 
 // The batch on another device.

@@ -2,7 +2,6 @@
 #include "train/gradients.h"
 
 #include <ATen/ops/cat.h>
-#include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
@@ -17,13 +16,15 @@
 namespace coterie::train {
 namespace {
 
+static_assert(kIgnore == torch_api::kNoTarget);
+
 // Random streams of this file, distinct from those of the tasks.
 constexpr std::uint32_t kClusterings = 1, kTruncations = 2;
 
 at::Tensor valid_tokens(const Batch& batch) {
-  return batch.lengths.defined()
-             ? batch.lengths.sum().to(at::kDouble)
-             : at::full({}, batch.tokens.numel(), batch.tokens.options().dtype(at::kDouble));
+  return batch.lengths.defined() ? batch.lengths.sum().to(at::kDouble)
+                                 : at::full({}, batch.tokens.size(0) * batch.tokens.size(1),
+                                            batch.tokens.options().dtype(at::kDouble));
 }
 
 // What the losses of a step are divided by: positions with a target and valid tokens, in double, at
@@ -64,16 +65,9 @@ void sum_over_ranks(StepLoss& loss, torch_api::StepStatistics& statistics, Ranks
   }
 }
 
-// Sum of the cross entropies over the positions with a target.
-at::Tensor total_nats(const at::Tensor& logits, const at::Tensor& targets) {
-  const at::ScalarType wide = c10::promoteTypes(logits.scalar_type(), at::kFloat);
-  return at::cross_entropy_loss(logits.flatten(0, 1).to(wide), targets.flatten(), {},
-                                at::Reduction::Sum, kIgnore);
-}
-
 }  // namespace
 
-StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
+StepLoss add_gradients(const torch_api::Model& model, const Batch& batch,
                        const GradientOptions& options) {
   const std::int64_t rows = batch.tokens.size(0);
   const std::int64_t pass_rows = options.micro_batch > 0 ? options.micro_batch : rows;
@@ -83,14 +77,12 @@ StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
   const Totals totals(batch, options.ranks);
   const torch_api::SequenceRanks* const sequence =
       options.ranks == nullptr ? nullptr : options.ranks->sequence();
-  const std::int64_t rank = options.ranks == nullptr ? 0 : options.ranks->rank();
   for (std::int64_t first = 0; first < rows; first += pass_rows) {
     const Batch part = rows_of(batch, first, std::min(pass_rows, rows - first));
     torch_api::PassContext context;
     context.lengths = part.lengths;
-    context.seed = options.seed;
-    // Each pass of each rank has its own, because items and heads are numbered within a pass.
-    context.dropout_seed = group_seed(options.seed, first, rank);
+    context.seed = context.dropout_seed = options.seed;
+    context.first_row = options.first_row + first;
     context.before_layer = options.before_layer;
     context.ranks = sequence;
     if (options.update_centroids) context.statistics = &statistics;
@@ -101,7 +93,7 @@ StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
       const AutocastGuard autocast(batch.tokens.device(), options.bf16);
       output = model->forward(part.tokens, context);
     }
-    loss = total_nats(output.out, own_positions(part, sequence).targets);
+    loss = model->nats(output.out, own_positions(part, sequence).targets, part.lengths);
     loss = loss * totals.targets.reciprocal().to(loss.scalar_type());
     result.loss = result.loss + loss.detach();
     if (output.commitment.requires_grad()) {  // there are routing heads

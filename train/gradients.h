@@ -14,6 +14,7 @@ namespace coterie::train {
 struct GradientOptions {
   std::int64_t micro_batch = 0;          // rows of one pass; 0: all
   std::uint64_t seed = 0;                // of clusterings and attention dropout
+  std::int64_t first_row = 0;            // number of the first row in the batch of all ranks
   bool bf16 = false;                     // matrix products
   bool update_centroids = false;         // of routing heads: updated once, after the last pass
   std::function<void()> before_layer{};  // see PassContext; gradients are incomplete if it throws
@@ -24,15 +25,15 @@ struct GradientOptions {
 
 // Numbers on the model's device, in double: the host does not wait for them.
 struct StepLoss {
-  at::Tensor loss;        // mean cross entropy over the batch's positions with a target
+  at::Tensor loss;        // mean over the batch's targets of their negative log-probability
   at::Tensor commitment;  // weighted sum over the routing heads, mean over the batch's valid tokens
 };
 
 // Adds the gradients of loss + commitment to those of the model's parameters. Losses are means over
 // the whole batch, and routing's centroids are updated once, from the statistics of all passes.
-// Splitting the batch therefore only changes the order of summation. (Exceptions: dropout draws in
-// another order, and random starts of clustered attention are numbered by the rows of a pass.)
-StepLoss add_gradients(torch_api::LanguageModel& model, const Batch& batch,
+// Splitting the batch therefore only changes the order of summation. (The exception is dropout
+// outside of attention, which draws in another order.)
+StepLoss add_gradients(const torch_api::Model& model, const Batch& batch,
                        const GradientOptions& options);
 
 // Rows [first, first + count).

@@ -16,6 +16,7 @@
 #include "coterie/error.h"
 #include "formats/files.h"
 #include "train/named_tensors.h"
+#include "train/trainer.h"
 
 namespace coterie::train {
 namespace {
@@ -180,8 +181,9 @@ void check_target(const std::string& folder) {
 
 }  // namespace
 
-void write_huggingface(const std::string& folder, const torch_api::LanguageModel& model,
+void write_huggingface(const std::string& folder, const torch_api::Model& any_model,
                        const Task& task, std::int64_t length) {
+  const torch_api::LanguageModel model = language_model(any_model, task);
   check_model(model);
   check_target(folder);
   SafeTensors tensors = to_safetensors(gpt_neox_tensors(model));

@@ -18,7 +18,7 @@ namespace coterie::train {
 // GPT-NeoX is causal and has full attention with rotary positions in all heads. Throws Error, which
 // names the layer and its heads, for any other model. Attention that was replaced after training
 // (set_attention) is exported as it is now.
-void write_huggingface(const std::string& folder, const torch_api::LanguageModel& model,
-                       const Task& task, std::int64_t length);
+void write_huggingface(const std::string& folder, const torch_api::Model& model, const Task& task,
+                       std::int64_t length);
 
 }  // namespace coterie::train

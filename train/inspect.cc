@@ -207,7 +207,7 @@ Inspection inspect_records(const std::vector<AttentionRecord>& records) {
   return inspection;
 }
 
-Inspection inspect(torch_api::LanguageModel& model, const Task& task, std::int64_t rows,
+Inspection inspect(const torch_api::Model& model, const Task& task, std::int64_t rows,
                    std::uint64_t seed) {
   const at::NoGradGuard no_grad;
   const EvalMode eval_mode(model);

@@ -53,7 +53,7 @@ struct Inspection {
 
 // On the first `rows` rows of the validation data, cut to 512 tokens. `seed` is the clustering
 // seed.
-Inspection inspect(torch_api::LanguageModel& model, const Task& task, std::int64_t rows,
+Inspection inspect(const torch_api::Model& model, const Task& task, std::int64_t rows,
                    std::uint64_t seed);
 
 // On recorded inputs of head groups. Works on the CPU in single precision.

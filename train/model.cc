@@ -75,6 +75,71 @@ torch_api::TransformerOptions transformer_options(const Config& config, bool cau
   return options;
 }
 
+torch_api::TokenInputOptions token_input(const Config& config, const Task& task) {
+  torch_api::TokenInputOptions input;
+  input.vocabulary = task.vocabulary();
+  input.positions = embedding_positions(config, task);
+  input.max_length = config.length;
+  const double deviation = config.model.embedding_std;
+  input.embedding_std = deviation > 0 ? deviation : task.embedding_std();
+  input.position_base = config.model.position_base;
+  return input;
+}
+
+torch_api::Model model_for(const TokenAnswers&, const Config& config, const Task& task) {
+  torch_api::LanguageModelOptions options;
+  options.input = token_input(config, task);
+  options.tied = config.model.tied;
+  options.transformer = transformer_options(config, task.causal());
+  return std::make_shared<torch_api::LanguageModelImpl>(std::move(options));
+}
+
+torch_api::Model model_for(const ClassAnswer& answer, const Config& config, const Task& task) {
+  torch_api::SequenceClassifierOptions options;
+  options.input = token_input(config, task);
+  options.classes = answer.classes;
+  options.transformer = transformer_options(config, task.causal());
+  return std::make_shared<torch_api::SequenceClassifierImpl>(std::move(options));
+}
+
+torch_api::Model model_for(const TranscriptAnswer& answer, const Config& config, const Task& task) {
+  torch_api::CtcModelOptions options;
+  options.features = answer.features;
+  options.symbols = answer.symbols;
+  options.subsample = answer.subsample;
+  options.position_base = config.model.position_base;
+  options.transformer = transformer_options(config, task.causal());
+  return std::make_shared<torch_api::CtcModelImpl>(std::move(options));
+}
+
+torch_api::Model model_for(const ImageAnswers& answers, const Config& config, const Task& task) {
+  torch_api::ImageModelOptions options;
+  options.height = answers.height;
+  options.width = answers.width;
+  options.channels = answers.channels;
+  options.levels = task.vocabulary();
+  options.embedding_std = token_input(config, task).embedding_std;
+  options.transformer = transformer_options(config, task.causal());
+  return std::make_shared<torch_api::ImageModelImpl>(std::move(options));
+}
+
+// Options of training that need one answer per position.
+void check_answers(const Config& config, const std::string& task, const Answers& answers) {
+  const bool tokens = std::holds_alternative<TokenAnswers>(answers);
+  if (tokens) return;
+  const auto refuse = [&](const char* option, const char* why) {
+    throw Error(fmt::format("[train] {} {}; got --task {}: leave it out", option, why, task));
+  };
+  if (config.train.context > 1) refuse("--train.context", "needs a task with an answer per token");
+  if (config.train.truncate > 0 && !std::holds_alternative<ImageAnswers>(answers)) {
+    refuse("--train.truncate", "needs a task with an answer per position");
+  }
+  if (config.model.tied) refuse("--model.tied", "needs a task whose answers are its tokens");
+  if (config.model.positions != "automatic" && !std::holds_alternative<ClassAnswer>(answers)) {
+    refuse("--model.positions", "is fixed for speech and for the pixels of images");
+  }
+}
+
 }  // namespace
 
 std::vector<AttentionSpec> layer_attention(const Config& config) {
@@ -123,20 +188,21 @@ c10::Device config_device(const Config& config) {
   return device;
 }
 
-torch_api::LanguageModel make_model(const Config& config, const Task& task) {
-  torch_api::LanguageModelOptions options;
-  options.input.vocabulary = task.vocabulary();
-  options.input.positions = embedding_positions(config, task);
-  options.input.max_length = config.length;
-  options.tied = config.model.tied;
-  const double deviation = config.model.embedding_std;
-  options.input.embedding_std = deviation > 0 ? deviation : task.embedding_std();
-  options.input.position_base = config.model.position_base;
-  options.transformer = transformer_options(config, task.causal());
+torch_api::Model make_model(const Config& config, const Task& task) {
+  const Answers answers = task.answers();
+  check_answers(config, task.name(), answers);
   at::manual_seed(config.seed);
-  torch_api::LanguageModel model(options);
+  const torch_api::Model model =
+      std::visit([&](const auto& wanted) { return model_for(wanted, config, task); }, answers);
   model->to(config_device(config));
   return model;
+}
+
+torch_api::LanguageModel language_model(const torch_api::Model& model, const Task& task) {
+  auto found = std::dynamic_pointer_cast<torch_api::LanguageModelImpl>(model);
+  if (found) return torch_api::LanguageModel(std::move(found));
+  throw Error(fmt::format("[task] expected a task with text (bytes, words or tokens); got {}",
+                          task.name()));
 }
 
 std::string leak_warning(const std::vector<AttentionSpec>& specs, bool causal) {

@@ -30,11 +30,12 @@ template <class Visitor>
 void visit_fields(Config& config, Visitor& visit) {
   visit.group("Run");
   visit.text("task", config.task, "NAME",
-             "What to learn: copy and recall (generated), bytes, masked, words and tokens (text)");
+             "What to learn: copy, recall, listops, pathfinder (generated), bytes, masked, words, "
+             "tokens, imdb, retrieval (text), images, speech");
   visit.text("data", config.data, "PATH",
-             "Text for bytes, masked, words and tokens: a file, folder or archive, or - for "
-             "standard input; "
-             "built-in text if empty, except for words");
+             "Data for text, images and speech: a file, folder or archive, or - for standard "
+             "input; "
+             "built-in text if empty, for bytes, masked and tokens");
   visit.size("data-limit", config.data_limit,
              "Limit on the text read from data, after decompression: 500M, 8G");
   visit.number("length", config.length, 2, 1 << 24, "Sequence length in tokens");
@@ -68,6 +69,23 @@ void visit_fields(Config& config, Visitor& visit) {
              "recall: causal attention, every query comes after its pair");
   visit.number("masked.share", config.masked.share, 0.0, 1.0,
                "masked: fraction of the bytes that are masked");
+  visit.number("listops.shortest", config.listops.shortest, 0, 1 << 24,
+               "listops: every expression has more tokens; a quarter of the length if 0");
+  visit.number("listops.depth", config.listops.depth, 2, 64, "listops: depth limit");
+  visit.number("listops.arguments", config.listops.arguments, 2, 1024,
+               "listops: most arguments of an operator");
+  visit.number("pathfinder.paddles", config.pathfinder.paddles, 2, 1024,
+               "pathfinder: dashes of each of the two paths");
+  visit.number("pathfinder.distractors", config.pathfinder.distractors, 0, 1024,
+               "pathfinder: short paths without an end to be found");
+  visit.choice("images.predict", config.images.predict, {"class", "pixels"},
+               "images: the class of the grey image, or each value from those before it");
+  visit.number("speech.join", config.speech.join, 1, 1024,
+               "speech: recordings that are joined to one example");
+  visit.number("speech.subsample", config.speech.subsample, 1, 64,
+               "speech: frames in one position of the model");
+  visit.number("speech.beam", config.speech.beam, 1, 1024,
+               "speech: prefixes kept by the decoding of scores; greedy if 1");
   visit.number("text.valid", config.text.valid, 0.0, 0.5,
                "Fraction of the text held out for validation");
   visit.number("text.test", config.text.test, 0.0, 0.5,
@@ -161,6 +179,9 @@ void visit_fields(Config& config, Visitor& visit) {
   visit.flag("train.fast", config.train.fast,
              "Allow kernels whose results differ in their last bits from run to run: with bf16, "
              "cuDNN's backward pass of full attention on Hopper GPUs");
+  visit.flag("train.graph", config.train.graph,
+             "Record the passes of a step as a CUDA graph and repeat it: faster where the GPU waits "
+             "for the host, as with small models or batches");
   visit.number("checkpoint.every", config.checkpoint.every, 0, kMany,
                "Steps between checkpoints; only the best and the last if 0");
   visit.number("checkpoint.keep", config.checkpoint.keep, 1, kMany,
@@ -348,10 +369,12 @@ std::vector<std::pair<std::string, std::string>> field_texts(const Config& confi
 constexpr std::string_view kMayChange[] = {"out",
                                            "data",
                                            "data-limit",
+                                           "speech.beam",
                                            "device",
                                            "threads",
                                            "train.steps",
                                            "train.fast",
+                                           "train.graph",
                                            "train.micro-batch",
                                            "train.context",
                                            "optimizer.shard",
@@ -369,13 +392,18 @@ struct TaskOptions {
   std::string_view prefix;  // of option names
   std::vector<std::string_view> tasks;
 };
-const TaskOptions kTaskOptions[] = {{"copy.", {"copy"}},
-                                    {"recall.", {"recall"}},
-                                    {"masked.", {"masked"}},
-                                    {"text.vocabulary", {"tokens", "words"}},
-                                    {"text.tokenizer", {"tokens"}},
-                                    {"text.", {"bytes", "masked", "tokens", "words"}},
-                                    {"data", {"bytes", "masked", "tokens", "words"}}};
+const TaskOptions kTaskOptions[] = {
+    {"copy.", {"copy"}},
+    {"recall.", {"recall"}},
+    {"masked.", {"masked"}},
+    {"listops.", {"listops"}},
+    {"pathfinder.", {"pathfinder"}},
+    {"images.", {"images"}},
+    {"speech.", {"speech"}},
+    {"text.vocabulary", {"tokens", "words"}},
+    {"text.tokenizer", {"tokens"}},
+    {"text.", {"bytes", "masked", "tokens", "words", "retrieval"}},
+    {"data", {"bytes", "masked", "tokens", "words", "imdb", "retrieval", "images", "speech"}}};
 
 // The keys that share the section of `key`, for a message.
 std::string known_keys(const CLI::App& app, const std::string& key) {

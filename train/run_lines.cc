@@ -138,7 +138,7 @@ json ranks_line(const Ranks& ranks) {
           {"backend", ranks.back_end()}};
 }
 
-std::optional<Inspection> inspect_clusters(torch_api::LanguageModel& model, const Task& task) {
+std::optional<Inspection> inspect_clusters(const torch_api::Model& model, const Task& task) {
   if (!selects_by_content(model->transformer()->options().attention)) return std::nullopt;
   return inspect(model, task, kInspectedRows, /*seed=*/0);
 }

@@ -42,7 +42,7 @@ nlohmann::json resume_line(std::int64_t step, const Config& config);
 nlohmann::json ranks_line(const Ranks& ranks);
 nlohmann::json end_line(const EndFacts& facts);
 // On a few validation rows; std::nullopt for a model without head groups that select by content.
-std::optional<Inspection> inspect_clusters(torch_api::LanguageModel& model, const Task& task);
+std::optional<Inspection> inspect_clusters(const torch_api::Model& model, const Task& task);
 nlohmann::json clusters_line(std::int64_t step, const Inspection& inspection);
 
 }  // namespace coterie::train

@@ -100,7 +100,7 @@ ReadPrompt read_prompt(torch_api::LanguageModel& model, const std::vector<std::i
                        const std::function<void(std::int64_t)>& progress) {
   if (prompt.empty()) throw Error("[sample] expected a prompt of at least one token; got none");
   const at::NoGradGuard no_grad;
-  const EvalMode eval_mode(model);
+  const EvalMode eval_mode(model.ptr());
   const at::Device device = model->parameters().front().device();
   const at::Tensor tokens = at::tensor(prompt, at::kLong).unsqueeze(0);
   ReadPrompt read{model->make_cache(1), {}};
@@ -116,7 +116,7 @@ void sample(torch_api::LanguageModel& model, const ReadPrompt& prompt, const Sam
             const std::function<bool(std::int64_t)>& emit) {
   check(options);
   const at::NoGradGuard no_grad;
-  const EvalMode eval_mode(model);
+  const EvalMode eval_mode(model.ptr());
   torch_api::DecoderCache cache = prompt.cache;
   at::Tensor logits = prompt.logits;
   for (std::int64_t i = 0; i < options.tokens; ++i) {

@@ -15,7 +15,7 @@
 namespace coterie::train {
 namespace {
 
-std::vector<torch_api::AttentionRecord> records_of(torch_api::LanguageModel& model,
+std::vector<torch_api::AttentionRecord> records_of(const torch_api::Model& model,
                                                    const Batch& batch,
                                                    const SaveRowsOptions& options) {
   const at::NoGradGuard no_grad;
@@ -32,7 +32,7 @@ std::vector<torch_api::AttentionRecord> records_of(torch_api::LanguageModel& mod
 
 }  // namespace
 
-std::vector<std::string> save_rows(torch_api::LanguageModel& model, const Task& task,
+std::vector<std::string> save_rows(const torch_api::Model& model, const Task& task,
                                    const SaveRowsOptions& options) {
   const std::int64_t available = task.batches(Split::valid, 1);
   if (options.rows < 1 || options.rows > available) {

@@ -21,7 +21,7 @@ struct SaveRowsOptions {
 // their paths. A file has tensors q, k and v of shape (rows, heads, tokens, head dimension), with
 // positions applied, as attention receives them. Mechanisms without keys (lsh, routing with
 // share_qk) have no k. Throws if the sequences have different lengths.
-std::vector<std::string> save_rows(torch_api::LanguageModel& model, const Task& task,
+std::vector<std::string> save_rows(const torch_api::Model& model, const Task& task,
                                    const SaveRowsOptions& options);
 
 }  // namespace coterie::train

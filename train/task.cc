@@ -15,8 +15,12 @@ namespace {
 
 using Make = std::unique_ptr<Task> (*)(const Config&, const TaskFiles* stored);
 constexpr std::pair<const char*, Make> kTasks[] = {
-    {"copy", make_copy_task},     {"recall", make_recall_task}, {"bytes", make_bytes_task},
-    {"masked", make_masked_task}, {"words", make_words_task},   {"tokens", make_tokens_task}};
+    {"copy", make_copy_task},           {"recall", make_recall_task},
+    {"bytes", make_bytes_task},         {"masked", make_masked_task},
+    {"words", make_words_task},         {"tokens", make_tokens_task},
+    {"listops", make_listops_task},     {"pathfinder", make_pathfinder_task},
+    {"images", make_images_task},       {"imdb", make_imdb_task},
+    {"retrieval", make_retrieval_task}, {"speech", make_speech_task}};
 
 }  // namespace
 
@@ -28,20 +32,28 @@ const char* metric_name(Metric metric) {
       return "bits per byte";
     case Metric::bits_per_masked_byte:
       return "bits per masked byte";
+    case Metric::bits_per_dimension:
+      return "bits per dimension";
     case Metric::perplexity:
       return "perplexity";
+    case Metric::error_rate:
+      return "error rate";
   }
   return "";
 }
 
 double metric_value(Metric metric, const Score& score) {
+  const auto share = [&](std::int64_t part) {
+    return score.count == 0 ? 0.0 : static_cast<double>(part) / static_cast<double>(score.count);
+  };
   switch (metric) {
     case Metric::accuracy:
-      return score.count == 0
-                 ? 0.0
-                 : static_cast<double>(score.correct) / static_cast<double>(score.count);
+      return share(score.correct);
+    case Metric::error_rate:
+      return share(score.count - score.correct);
     case Metric::bits_per_byte:
     case Metric::bits_per_masked_byte:
+    case Metric::bits_per_dimension:
       return score.loss() / std::log(2.0);
     case Metric::perplexity:
       return std::exp(score.loss());
@@ -51,6 +63,10 @@ double metric_value(Metric metric, const Score& score) {
 
 bool better(Metric metric, double a, double b) {
   return metric == Metric::accuracy ? a > b : a < b;
+}
+
+bool counts_answers(Metric metric) {
+  return metric == Metric::accuracy || metric == Metric::error_rate;
 }
 
 std::vector<std::int64_t> Task::encode(const std::string& /*text*/) const {

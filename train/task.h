@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "train/config.h"
@@ -22,26 +23,35 @@ enum class Split : std::uint8_t { train, valid, test };
 constexpr std::int64_t kIgnore = -100;  // target of a position without a loss
 
 struct Batch {
-  at::Tensor tokens;   // (B, N) int64
+  at::Tensor tokens;   // (B, N) int64; of a transcript's task frames (B, N, features), float
   at::Tensor targets;  // (B, N) int64, kIgnore where there is no loss; for causal language
-                       // modelling the token after each position
+                       // modelling the token after each position. One class per row: (B, 1).
+                       // Transcripts: (B, L) symbols, filled up with kIgnore
   at::Tensor strata;   // (B, N) int64: index into Task::strata() of each target; or undefined
   at::Tensor lengths;  // (B) int64 valid positions of each row; undefined: all
 };
 
-// Sums over the positions with a target, from which metrics are computed.
+// Sums over the targets, from which metrics are computed.
 struct Score {
-  double nats = 0;         // sum of cross entropies
-  std::int64_t count = 0;  // positions with a target
-  std::int64_t correct = 0;
+  double nats = 0;           // sum of negative log-probabilities
+  std::int64_t count = 0;    // targets
+  std::int64_t correct = 0;  // of transcripts: count minus the errors, which may be more
 
   double loss() const { return count == 0 ? 0.0 : nats / static_cast<double>(count); }
 };
 
-enum class Metric : std::uint8_t { accuracy, bits_per_byte, bits_per_masked_byte, perplexity };
+enum class Metric : std::uint8_t {
+  accuracy,
+  bits_per_byte,
+  bits_per_masked_byte,
+  bits_per_dimension,
+  perplexity,
+  error_rate
+};
 const char* metric_name(Metric metric);  // "accuracy", "bits per byte", ...
 double metric_value(Metric metric, const Score& score);
 bool better(Metric metric, double a, double b);  // whether a is the better value
+bool counts_answers(Metric metric);              // instead of weighing their probabilities
 
 // The score of an answer without a model.
 struct Baseline {
@@ -58,12 +68,29 @@ struct DataFacts {
 // Files by name that are stored in every checkpoint: vocabulary or tokenizer.
 using TaskFiles = std::map<std::string, std::string>;
 
+// What a model answers, which decides the model (coterie/torch/models.h).
+struct TokenAnswers {};  // one per position: LanguageModel
+struct ClassAnswer {     // one per row: SequenceClassifier
+  std::int64_t classes = 2;
+};
+struct TranscriptAnswer {  // of each row: CtcModel
+  std::int64_t features = 0, symbols = 0;
+  std::int64_t subsample = 1;  // frames in one position
+  std::int64_t space = 0;      // symbol between words
+  std::int64_t beam = 1;       // of the decoding; 1: greedy
+};
+struct ImageAnswers {  // every value of an image: ImageModel
+  std::int64_t height = 0, width = 0, channels = 0;
+};
+using Answers = std::variant<TokenAnswers, ClassAnswer, TranscriptAnswer, ImageAnswers>;
+
 class Task {
  public:
   virtual ~Task() = default;
 
   virtual std::string name() const = 0;
-  virtual std::int64_t vocabulary() const = 0;
+  virtual std::int64_t vocabulary() const = 0;  // of the tokens; 0 if there are frames
+  virtual Answers answers() const { return TokenAnswers{}; }
   virtual bool causal() const = 0;
   virtual bool needs_positions() const = 0;  // absolute, in the embeddings
   // Initial deviation of token embeddings with which small models learn the task.

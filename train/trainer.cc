@@ -27,6 +27,7 @@
 #include "formats/files.h"
 #include "report/data.h"
 #include "train/collapse.h"
+#include "train/device_graph.h"
 #include "train/eval_mode.h"
 #include "train/gradients.h"
 #include "train/memory.h"
@@ -42,6 +43,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr int kBeforeGraph = 3;         // steps until libraries have initialised themselves
 constexpr double kLatest = 3.0;         // seconds that a step may take after an interrupt
 constexpr std::uint32_t kDropouts = 3;  // random stream, distinct from those of gradients.cc
 
@@ -59,6 +61,30 @@ bool has_routing(const std::vector<AttentionSpec>& specs) {
     }
   }
   return false;
+}
+
+// Why a step cannot be recorded: it would repeat the numbers that the host gave it. Empty if it
+// can.
+std::string graph_refusal(const Config& config, const std::vector<AttentionSpec>& specs,
+                          bool alone) {
+  if (!config.device.starts_with("cuda")) return "--device is " + config.device;
+  if (!alone) return "several processes train together";
+  if (config.train.truncate > 0) return "--train.truncate changes the length of steps";
+  if (config.model.dropout > 0 || config.model.attention_dropout > 0) {
+    return "dropout draws other masks in every step";
+  }
+  for (const AttentionSpec& spec : specs) {
+    for (const HeadGroup& group : spec.groups) {
+      const Mechanism& mechanism = group.mechanism;
+      if (std::holds_alternative<ClusteredParams>(mechanism) ||
+          std::holds_alternative<ImprovedClusteredParams>(mechanism) ||
+          std::holds_alternative<LshParams>(mechanism)) {
+        return std::string(mechanism_name(mechanism)) +
+               " starts from other random numbers in every step";
+      }
+    }
+  }
+  return "";
 }
 
 // State of the random generator used by dropout.
@@ -97,6 +123,11 @@ class Run {
         routing_(has_routing(attention_)),
         label_(attention_text(config)) {
     if (ranks_ != nullptr) join_ranks();
+    if (config.train.graph) {
+      const std::string refusal = graph_refusal(config, attention_, ranks_ == nullptr);
+      if (!refusal.empty()) throw Error("[train] --train.graph cannot be used: " + refusal);
+      graph_.emplace();
+    }
     optimizer_ = make_optimizer(config.optimizer, *model_, owners_.empty() ? nullptr : &owned_);
   }
 
@@ -142,7 +173,7 @@ class Run {
       result.centroid_seconds = seconds_since(start);
     }
     result.batch_tokens = config_.train.batch * config_.length;
-    run_step();
+    for (int i = 0; i < (graph_ ? kBeforeGraph + 1 : 1); ++i) run_step();
     read_launched();
     const Clock::time_point start = Clock::now();
     const std::clock_t used_before = std::clock();
@@ -360,6 +391,7 @@ class Run {
     torch_api::PassContext context;
     context.lengths = batch.lengths;
     context.seed = step_seed(config_.seed, 0);
+    context.first_row = own_rows().first;
     context.records = &records;
     context.ranks = ranks_ == nullptr ? nullptr : ranks_->sequence();
     const EvalMode eval_mode(model_);
@@ -401,6 +433,12 @@ class Run {
     }
   }
 
+  // The rows of a batch that are this rank's.
+  torch_api::SequenceSlice own_rows() const {
+    const std::int64_t part = ranks_ == nullptr ? 0 : ranks_->data_rank();
+    return torch_api::sequence_slice(config_.train.batch, part, data_ranks());
+  }
+
   // This rank's rows of a step's batch. Steps are counted from 1, batches from 0.
   Batch step_batch(std::int64_t step) const {
     const std::int64_t rows = config_.train.batch, parts = data_ranks();
@@ -409,7 +447,7 @@ class Run {
     if (rows % parts == 0) {  // rows are pure functions of their number
       batch = task_.batch(Split::train, (step - 1) * parts + part, rows / parts);
     } else {
-      const torch_api::SequenceSlice own = torch_api::sequence_slice(rows, part, parts);
+      const torch_api::SequenceSlice own = own_rows();
       batch = rows_of(task_.batch(Split::train, step - 1, rows), own.first, own.count);
     }
     return to_device(truncated(batch, step_length(config_, step)), device_);
@@ -432,15 +470,7 @@ class Run {
     set_learning_rate(*optimizer_, facts.rate);
     const Batch batch = step_batch(step);
     if (ranks_ != nullptr) seed_dropout(step);
-    model_->zero_grad();
-    const StepLoss loss = add_gradients(model_, batch,
-                                        {.micro_batch = config_.train.micro_batch,
-                                         .seed = step_seed(config_.seed, step),
-                                         .bf16 = config_.train.dtype == "bf16",
-                                         .update_centroids = routing_,
-                                         .before_layer = [this] { leave_if_late(); },
-                                         .ranks = ranks_,
-                                         .sums = sums_ ? &*sums_ : nullptr});
+    const StepLoss loss = graph_ ? repeated_gradients(batch, step) : gradients(batch, step);
     RECORD_USER_SCOPE("optimizer");
     const at::Tensor norm = gradient_norm(*model_);
     Launched launched{facts, Readback({loss.loss, loss.commitment, norm})};
@@ -456,6 +486,43 @@ class Run {
     state_.seconds += seconds;
     logged_seconds_ += seconds;
     logged_tokens_ += config_.train.batch * batch.tokens.size(1);
+  }
+
+  StepLoss gradients(const Batch& batch, std::int64_t step) {
+    model_->zero_grad();
+    return add_gradients(model_, batch,
+                         {.micro_batch = config_.train.micro_batch,
+                          .seed = step_seed(config_.seed, step),
+                          .first_row = own_rows().first,
+                          .bf16 = config_.train.dtype == "bf16",
+                          .update_centroids = routing_,
+                          .before_layer = [this] { leave_if_late(); },
+                          .ranks = ranks_,
+                          .sums = sums_ ? &*sums_ : nullptr});
+  }
+
+  // Recorded work writes its gradients over those of the step before.
+  StepLoss repeated_gradients(const Batch& batch, std::int64_t step) {
+    if (usual_steps_ < kBeforeGraph) {
+      ++usual_steps_;
+      return gradients(batch, step);
+    }
+    if (!repeated_loss_) {
+      repeated_batch_ = {batch.tokens.clone(), batch.targets.clone(), batch.strata,
+                         batch.lengths.defined() ? batch.lengths.clone() : at::Tensor()};
+      graph_->record([&] { repeated_loss_ = gradients(repeated_batch_, step); });
+    }
+    for (const auto& [from, to] : {std::pair(batch.tokens, repeated_batch_.tokens),
+                                   std::pair(batch.targets, repeated_batch_.targets),
+                                   std::pair(batch.lengths, repeated_batch_.lengths)}) {
+      if (from.defined() != to.defined() || (to.defined() && from.sizes() != to.sizes())) {
+        throw Error("[train] --train.graph cannot be used: batches of the task " + config_.task +
+                    " differ in shape");
+      }
+      if (to.defined()) to.copy_(from);
+    }
+    graph_->run();
+    return *repeated_loss_;
   }
 
   // With several ranks masks are a function of step and rank: a run can continue on other numbers
@@ -606,9 +673,9 @@ class Run {
   // The loss in the unit of the metric, and the last validation.
   std::string score_text() const {
     const Metric metric = task_.metric();
-    if (metric == Metric::accuracy) {
+    if (counts_answers(metric)) {
       std::string text = fmt::format("loss {:#.4g}", last_.loss);
-      if (evaluation_) text += fmt::format("  accuracy {:.4g}", evaluation_->metric);
+      if (evaluation_) text += fmt::format("  {} {:.4g}", metric_name(metric), evaluation_->metric);
       return text;
     }
     const Score score{.nats = last_.loss, .count = 1};
@@ -623,13 +690,17 @@ class Run {
   c10::Device device_;
   MemoryMeter memory_;  // made before the model, to measure it
   std::vector<AttentionSpec> attention_;
-  torch_api::LanguageModel model_;
+  torch_api::Model model_;
   Ranks* ranks_;                      // null: alone
   std::vector<std::int64_t> owners_;  // of the parameters' optimiser states; empty: every rank
   std::set<std::string> owned_;       // by this rank
   std::unique_ptr<::torch::optim::Optimizer> optimizer_;
   std::optional<GradientSums> sums_;
-  bool stop_together_ = false;  // an interrupt of any rank
+  std::optional<DeviceGraph> graph_;
+  int usual_steps_ = 0;                    // before it is recorded
+  Batch repeated_batch_;                   // what it reads
+  std::optional<StepLoss> repeated_loss_;  // and writes
+  bool stop_together_ = false;             // an interrupt of any rank
   bool routing_;
   std::string label_;
   std::optional<RunLock> lock_;

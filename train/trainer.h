@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Trains a language model (or token classifier) on a task.
+// Trains the model of a task.
 #pragma once
 
 #include <atomic>
@@ -30,7 +30,9 @@ std::string attention_text(const Config& config);
 c10::Device config_device(const Config& config);
 
 // The model of a config for a task, freshly initialised from the config's seed, on its device.
-torch_api::LanguageModel make_model(const Config& config, const Task& task);
+torch_api::Model make_model(const Config& config, const Task& task);
+// A model of make_model as a language model; throws if the task is answered by another one.
+torch_api::LanguageModel language_model(const torch_api::Model& model, const Task& task);
 
 // A warning about the first mechanism whose selection sees future tokens when used causally; empty
 // if there is none.

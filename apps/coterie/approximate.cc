@@ -10,6 +10,7 @@
 #include <string>
 
 #include "apps/coterie/approximate_options.h"
+#include "apps/coterie/loaded_model.h"
 #include "apps/coterie/progress.h"
 #include "coterie/error.h"
 #include "coterie/runtime.h"
@@ -18,6 +19,7 @@
 #include "report/report.h"
 #include "train/option_values.h"
 #include "train/options.h"
+#include "train/pretrained/data.h"
 #include "train/trainer.h"
 #include "verbs.h"
 
@@ -74,10 +76,17 @@ class Records {
   std::string path_, text_;
 };
 
+std::string record_file(const ApproximateVerb& verb) {
+  return verb.json.empty() && !verb.report.empty() ? verb.report + ".jsonl" : verb.json;
+}
+
+std::int64_t batch_tokens(const ApproximateVerb& verb) {
+  return verb.batch_tokens > 0 ? verb.batch_tokens : (verb.device == "cpu" ? 4096 : 65536);
+}
+
 train::ApproximateOptions run_options(const ApproximateVerb& verb, Progress& progress) {
   train::ApproximateOptions options;
-  options.run.batch_tokens =
-      verb.batch_tokens > 0 ? verb.batch_tokens : (verb.device == "cpu" ? 4096 : 65536);
+  options.run.batch_tokens = batch_tokens(verb);
   options.run.seed = verb.seed;
   options.draws = verb.draws;
   options.speed_lengths = verb.lengths;
@@ -136,9 +145,17 @@ void compare_attentions(const ApproximateVerb& verb, train::PretrainedEncoder& e
   records.add(line);
 }
 
-void choose_attention(const ApproximateVerb& verb, train::PretrainedEncoder& encoder,
-                      Records& records) {
-  to_type(encoder, verb.dtype);
+// Rows of tokens (1, N): those that are measured, and as many that are held out.
+struct SampleRows {
+  std::vector<at::Tensor> measured, held_out;
+
+  void add(const at::Tensor& row) {
+    (measured.size() == held_out.size() ? measured : held_out).push_back(row);
+  }
+};
+
+void choose_attention(const ApproximateVerb& verb, const train::CalibratedModel& model,
+                      const SampleRows& rows, Records& records) {
   Progress progress;
   train::CalibrateOptions options;
   options.ladder = verb.ladder.empty() ? train::default_ladder(verb.task.length) : verb.ladder;
@@ -148,24 +165,75 @@ void choose_attention(const ApproximateVerb& verb, train::PretrainedEncoder& enc
   options.progress = [&progress](const std::string& work, std::int64_t done, std::int64_t all) {
     progress.show_parts(work, done, all, "parts");
   };
-  const auto samples = static_cast<std::size_t>(verb.samples);
-  std::vector<train::EncodedText> texts = text_inputs(verb.task, encoder, 2 * samples);
-  // Every second text is held out.
-  std::vector<train::EncodedText> measured, held_out;
-  for (std::size_t i = 0; i < texts.size(); ++i) {
-    (i % 2 == 0 ? measured : held_out).push_back(std::move(texts[i]));
-  }
-  const train::Calibration calibration = calibrate(encoder, measured, held_out, options);
+  const std::int64_t tokens = batch_tokens(verb);
+  const std::vector<at::Tensor> measured = train::equal_batches(rows.measured, tokens);
+  const train::Calibration calibration =
+      calibrate(model, measured, train::equal_batches(rows.held_out, tokens), options);
   progress.clear();
-  fmt::print("{} texts of {} tokens measured, {} others verified\n", measured.size(),
-             verb.task.length, held_out.size());
+  fmt::print("{} texts of {} tokens measured in batches of {}, {} others verified\n",
+             rows.measured.size(), verb.task.length, measured.front().size(0),
+             rows.held_out.size());
   print_calibration(calibration, verb.task.length);
-  records.add(calibration_line(calibration, verb));
+  Json line = calibration_line(calibration, verb);
+  line["batch"] = measured.front().size(0);
+  records.add(line);
   if (verb.out.empty()) return;
   const train::CalibratedTarget& first = calibration.targets.front();
-  train::write_file(verb.out, spec_file_json(first, calibration, verb).dump(2) + "\n");
+  train::write_file(verb.out, spec_file_json(first, calibration, model.names, verb).dump(2) + "\n");
   fmt::print("{} has the specs for the target {}: --attention {} and coterie.hf.use read it\n",
              verb.out, first.target, verb.out);
+}
+
+void choose_for_encoder(const ApproximateVerb& verb, train::PretrainedEncoder& encoder,
+                        Records& records) {
+  to_type(encoder, verb.dtype);
+  records.add(approximate_line(verb, nullptr));
+  SampleRows rows;
+  for (const train::EncodedText& text :
+       text_inputs(verb.task, encoder, 2 * static_cast<std::size_t>(verb.samples))) {
+    rows.add(train::encoder_batch({&text}, encoder.tokenizer.id("[PAD]"),
+                                  encoder.model->parameters().front().device())
+                 .tokens);
+  }
+  choose_attention(verb, train::calibrated_model(encoder), rows, records);
+}
+
+// Whether the folder is one of `coterie train`.
+bool is_run(const std::string& folder) {
+  return std::filesystem::is_directory(folder + "/checkpoints") ||
+         std::filesystem::is_regular_file(folder + "/state.json");
+}
+
+// A model of `coterie train` on the validation data of its task.
+void choose_for_run(ApproximateVerb verb) {
+  if (verb.targets.empty()) {
+    throw Error("[approximate] expected --target for a run of coterie train; coterie eval " +
+                verb.model + " --attention SPEC scores other attentions");
+  }
+  if (verb.task.data.size() != 1) {
+    throw Error(
+        fmt::format("[approximate] expected one --data for a run; got {}", verb.task.data.size()));
+  }
+  LoadedModel loaded = load_model({.checkpoint = verb.model,
+                                   .data = verb.task.data[0],
+                                   .device = verb.device,
+                                   .threads = verb.threads,
+                                   .length = verb.task.length},
+                                  UsesData::yes);
+  const train::CalibratedModel model = train::calibrated_model(loaded.model, verb.dtype == "bf16");
+  verb.task.name = loaded.task->name();
+  Records records(record_file(verb));
+  records.add(approximate_line(verb, nullptr));
+  const c10::Device device = loaded.model->parameters().front().device();
+  const auto count = static_cast<std::size_t>(loaded.task->batches(train::Split::valid, 1));
+  SampleRows rows;
+  for (const std::size_t index : train::spaced(count, 2 * static_cast<std::size_t>(verb.samples))) {
+    const train::Batch batch =
+        loaded.task->batch(train::Split::valid, static_cast<std::int64_t>(index), 1);
+    if (batch.lengths.defined() || batch.tokens.size(1) != verb.task.length) continue;  // the last
+    rows.add(batch.tokens.to(device));
+  }
+  choose_attention(verb, model, rows, records);
 }
 
 void run_approximate(const ApproximateVerb& verb) {
@@ -183,17 +251,17 @@ void run_approximate(const ApproximateVerb& verb) {
   if (verb.torch && verb.lengths.empty()) {
     throw Error("[approximate] --torch is only used with --lengths");
   }
-  train::PretrainedEncoder encoder = load_encoder(verb);
-  Records records(verb.json.empty() && !verb.report.empty() ? verb.report + ".jsonl" : verb.json);
-  if (chooses) {
-    records.add(approximate_line(verb, nullptr));
-    choose_attention(verb, encoder, records);
+  if (is_run(verb.model)) {
+    choose_for_run(verb);
   } else {
-    compare_attentions(verb, encoder, records);
+    train::PretrainedEncoder encoder = load_encoder(verb);
+    Records records(record_file(verb));
+    chooses ? choose_for_encoder(verb, encoder, records)
+            : compare_attentions(verb, encoder, records);
   }
   if (verb.report.empty()) return;
   train::ReportInputs inputs;
-  inputs.approximations = {verb.json.empty() ? verb.report + ".jsonl" : verb.json};
+  inputs.approximations = {record_file(verb)};
   inputs.title = "Approximation of " + std::filesystem::path(verb.model).filename().string();
   train::write_file(verb.report, train::make_report(inputs));
   fmt::print("{}\n", verb.report);
@@ -215,7 +283,9 @@ faster from: tokens from which the whole model is faster (--lengths).
 With --target the program measures errors and times of every layer and head for
 a ladder of specs, chooses the cheapest assignment whose error of the model's
 output is below the target, verifies it on texts that were not measured, and
-says which heads stay full and why. --out FILE.json writes it.
+says which heads stay full and why. --out FILE.json writes it. MODEL may then
+also be a run of coterie train with full attention that is not causal, such as
+one of --task masked; its output is the logits.
 
 Tasks and their data:
   text             agreement and speed only; any text
@@ -232,6 +302,8 @@ Examples:
     --attention "clustered(clusters=25)" --json rte.jsonl --report rte.html
   coterie approximate minilm --data book.txt --length 4096 --target 0.02 \
     --out minilm-4k.json
+  coterie approximate runs/masked-full-1 --data corpus --length 16384 \
+    --target 0.05 --out masked-16k.json
 )help";
 
 }  // namespace
@@ -242,7 +314,8 @@ void add_approximate(CLI::App& program) {
   const auto shared = std::make_shared<ApproximateVerb>();  // lives as long as the callback
   ApproximateVerb& options = *shared;
   train::TuneOptions& tuning = options.task.tune;
-  verb->add_option("model", options.model, "Folder of a Hugging Face encoder")
+  verb->add_option("model", options.model,
+                   "Folder of a Hugging Face encoder, or of a run (--target)")
       ->required()
       ->type_name("MODEL");
   verb->add_option("--attention", options.attention,

@@ -12,7 +12,7 @@
 namespace coterie::cli {
 
 struct ApproximateVerb {
-  std::string model;
+  std::string model;  // folder of an encoder, or of a run
   std::vector<std::string> attention;
   train::EncoderTaskOptions task;
   bool torch = false;                                   // speeds with torch's attention too
@@ -46,6 +46,7 @@ void print_calibration(const train::Calibration& calibration, std::int64_t lengt
 // coterie.hf.use read.
 nlohmann::ordered_json spec_file_json(const train::CalibratedTarget& target,
                                       const train::Calibration& calibration,
+                                      const std::vector<std::string>& layers,
                                       const ApproximateVerb& verb);
 
 }  // namespace coterie::cli

@@ -137,16 +137,20 @@ Json calibration_line(const train::Calibration& calibration, const ApproximateVe
                        {"measured", measured_json(target.measured)},
                        {"explanation", explain(target, verb.task.length)}});
   }
-  return {{"kind", "calibration"},        {"length", verb.task.length}, {"samples", verb.samples},
-          {"ladder", calibration.ladder}, {"uniform", uniform},         {"targets", targets}};
+  return {{"kind", "calibration"},
+          {"length", verb.task.length},
+          {"samples", verb.samples},
+          {"ladder", calibration.ladder},
+          {"layer_seconds", calibration.seconds},
+          {"uniform", uniform},
+          {"targets", targets}};
 }
 
 Json spec_file_json(const train::CalibratedTarget& target, const train::Calibration& calibration,
-                    const ApproximateVerb& verb) {
+                    const std::vector<std::string>& names, const ApproximateVerb& verb) {
   Json layers = Json::array(), reasons = Json::array();
   for (std::size_t l = 0; l < target.choice.layers.size(); ++l) {
-    layers.push_back({{"name", fmt::format("encoder.layer.{}.attention.self", l)},
-                      {"spec", target.choice.layers[l].to_string()}});
+    layers.push_back({{"name", names[l]}, {"spec", target.choice.layers[l].to_string()}});
     reasons.push_back(target.choice.reasons[l]);
   }
   return {{"coterie_specs", 1},

@@ -18,6 +18,7 @@
 #include "train/option_values.h"
 #include "train/sample.h"
 #include "train/text_stream.h"
+#include "train/trainer.h"
 #include "verbs.h"
 
 namespace coterie::cli {
@@ -67,14 +68,15 @@ std::string speed_text(std::int64_t tokens, double seconds) {
                      count_text(static_cast<double>(tokens) / std::max(seconds, 1e-9)));
 }
 
-train::ReadPrompt read_prompt(LoadedModel& loaded, const std::vector<std::int64_t>& prompt) {
+train::ReadPrompt read_prompt(torch_api::LanguageModel& model,
+                              const std::vector<std::int64_t>& prompt) {
   Progress progress;
   const auto show = [&](std::int64_t done) {
     progress.show_parts("reading the prompt", done, static_cast<std::int64_t>(prompt.size()),
                         "tokens");
   };
   show(0);
-  return train::read_prompt(loaded.model, prompt, show);
+  return train::read_prompt(model, prompt, show);
 }
 
 void write_text(const std::string& text) {
@@ -83,18 +85,18 @@ void write_text(const std::string& text) {
 }
 
 // Prints the prompt and its continuation; returns the number of new tokens.
-std::int64_t show_sample(LoadedModel& loaded, const std::string& prompt,
-                         const train::ReadPrompt& read, const GenerateOptions& options,
-                         std::uint32_t number) {
+std::int64_t show_sample(const train::Task& task, torch_api::LanguageModel& model,
+                         const std::string& prompt, const train::ReadPrompt& read,
+                         const GenerateOptions& options, std::uint32_t number) {
   train::StopFilter stops(options.stops);
   train::Utf8Filter characters;
   train::SampleOptions own = options.sample;
   own.number = number;
   std::int64_t tokens = 0;
   write_text(characters.push(prompt));
-  train::sample(loaded.model, read, own, [&](std::int64_t token) {
+  train::sample(model, read, own, [&](std::int64_t token) {
     ++tokens;
-    write_text(characters.push(stops.push(loaded.task->decode({token}))));
+    write_text(characters.push(stops.push(task.decode({token}))));
     return !stops.stopped();
   });
   write_text(characters.push(stops.finish()) + "\n");
@@ -107,8 +109,9 @@ void run_generate(const GenerateOptions& options) {
   LoadedModel loaded = load_model(options.model, UsesData::no);
   const std::vector<std::int64_t> prompt = loaded.task->encode(text);
   if (prompt.empty()) throw Error("[generate] the prompt is empty; give at least one character");
+  torch_api::LanguageModel model = train::language_model(loaded.model, *loaded.task);
   const Clock::time_point start = Clock::now();
-  const train::ReadPrompt read = read_prompt(loaded, prompt);
+  const train::ReadPrompt read = read_prompt(model, prompt);
   const double reading = seconds_from(start);
   const Clock::time_point begin = Clock::now();
   std::int64_t tokens = 0;
@@ -116,7 +119,7 @@ void run_generate(const GenerateOptions& options) {
     if (options.samples > 1) {
       write_text(fmt::format("--- sample {} of {} ---\n", i + 1, options.samples));
     }
-    tokens += show_sample(loaded, loaded.task->decode(prompt), read, options, i);
+    tokens += show_sample(*loaded.task, model, loaded.task->decode(prompt), read, options, i);
   }
   if (!options.stats && ::isatty(STDERR_FILENO) == 0) return;
   fmt::print(stderr, "prompt: {}\ngenerated: {}\n",

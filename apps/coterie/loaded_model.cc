@@ -73,7 +73,9 @@ LoadedModel load_model(const ModelOptions& options, UsesData data) {
   if (!options.device.empty()) loaded.config.device = options.device;
   if (options.threads > 0) loaded.config.threads = options.threads;
   train::use_threads(loaded.config.threads);
-  loaded.task = train::make_task(loaded.config, &checkpoint.files);
+  train::Config data_config = loaded.config;
+  if (options.length > 0) data_config.length = options.length;
+  loaded.task = train::make_task(data_config, &checkpoint.files);
   if (data == UsesData::yes) check_data(loaded, checkpoint, !options.data.empty());
   loaded.model = train::make_model(loaded.config, *loaded.task);
   train::load_module(*loaded.model, checkpoint.model, loaded.checkpoint + "/model.safetensors");

@@ -2,6 +2,7 @@
 // A trained model with its task, for the verbs that work on checkpoints.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -17,10 +18,11 @@ namespace coterie::cli {
 
 // Options of all these verbs.
 struct ModelOptions {
-  std::string checkpoint;  // or a run's folder, whose best checkpoint is loaded
-  std::string data;        // empty: that of the run
-  std::string device;      // empty: that of the run
-  int threads = 0;         // 0: as in the run
+  std::string checkpoint;   // or a run's folder, whose best checkpoint is loaded
+  std::string data;         // empty: that of the run
+  std::string device;       // empty: that of the run
+  int threads = 0;          // 0: as in the run
+  std::int64_t length = 0;  // of the task's sequences; 0: as in the run
 };
 
 enum class UsesData : bool { no, yes };
@@ -29,7 +31,7 @@ void add_model_options(CLI::App& verb, ModelOptions& options, UsesData data);
 struct LoadedModel {
   train::Config config;
   std::unique_ptr<train::Task> task;
-  torch_api::LanguageModel model = nullptr;
+  torch_api::Model model;
   std::int64_t step = 0;   // finished steps of the checkpoint
   std::string checkpoint;  // its folder
 };

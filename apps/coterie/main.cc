@@ -6,11 +6,13 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "apps/coterie/interrupt.h"
@@ -124,12 +126,26 @@ int run(int argc, char** argv) {
 
 // Threads of OpenMP, which torch uses, wait actively by default: beside other processes a training
 // step then takes many times as long, and alone it is not faster (docs/training.md). OpenMP reads
-// the policy when it is loaded, so the program starts again with it.
-void wait_passively(char** argv) {
-  if (std::getenv("OMP_WAIT_POLICY") != nullptr || std::getenv("GOMP_SPINCOUNT") != nullptr) return;
-  ::setenv("OMP_WAIT_POLICY", "passive", 1);
-  ::execv("/proc/self/exe", argv);  // returns if it fails: then the policy stays as it is
+// the policy when it is loaded, so the program starts again with it. This function runs before the
+// libraries initialise themselves, which takes torch's half a second, and may not use them.
+void wait_passively(int, char** argv, char** environment) {
+  static char policy[] = "OMP_WAIT_POLICY=passive";
+  constexpr std::string_view kNames[] = {"OMP_WAIT_POLICY=", "GOMP_SPINCOUNT="};
+  std::size_t count = 0;
+  for (; environment[count] != nullptr; ++count) {
+    for (const std::string_view name : kNames) {
+      if (std::string_view(environment[count]).starts_with(name)) return;
+    }
+  }
+  const std::size_t bytes = (count + 2) * sizeof(char*);
+  auto** const more = static_cast<char**>(__builtin_alloca(bytes));
+  std::copy_n(environment, count, more);
+  more[count] = policy;
+  more[count + 1] = nullptr;
+  ::execve("/proc/self/exe", argv, more);  // returns if it fails: then the policy stays as it is
 }
+[[gnu::section(".preinit_array"),
+  gnu::used]] void (*const kBeforeLibraries)(int, char**, char**) = wait_passively;
 
 }  // namespace
 
@@ -155,7 +171,6 @@ int run_guarded(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  wait_passively(argv);
   const int status = run_guarded(argc, argv);
   if (!coterie::cli::leaves_without_destructors()) return status;
   std::fflush(nullptr);

@@ -89,7 +89,7 @@ void print_scores(const train::Config& config, const train::Task& task,
   const char* const metric = train::metric_name(task.metric());
   if (!result.evaluation) return;
   const train::Evaluation& last = *result.evaluation;
-  fmt::print("{} {:.4g} on {} validation data ({} tokens)", metric, last.metric,
+  fmt::print("{} {:.4g} on {} validation data ({} targets)", metric, last.metric,
              last.share == 1.0 ? "all" : fmt::format("{:.2g} % of the", 100 * last.share),
              last.score.count);
   for (const train::Baseline& baseline : task.baselines()) {

@@ -47,7 +47,10 @@ struct Choice {
   // The cheapest rung that all heads of all layers can have under the target, full if no other.
   std::size_t uniform = 0;
   double uniform_error = 0, uniform_time = 0;
-  double verified = std::numeric_limits<double>::quiet_NaN();  // error, see choose_verified
+  // Of the whole model, see choose_verified: error, seconds, and seconds with all heads full.
+  double verified = std::numeric_limits<double>::quiet_NaN();
+  double seconds = std::numeric_limits<double>::quiet_NaN();
+  double full_seconds = std::numeric_limits<double>::quiet_NaN();
 };
 
 // The choice with the least estimated time among those with an estimated error of at most `target`;
@@ -61,9 +64,14 @@ Choice choose_specs(const std::vector<std::string>& ladder,
 // The cheapest choice for which `verify` returned at most `target`: the error of the model's output
 // on samples that were not measured. Estimates assume small independent errors, so their target is
 // tightened where the verified error is too large, and loosened where it leaves room, `rounds`
-// times at most. All heads full, which needs no verification, is the answer if nothing else passes.
+// times at most. Times of heads do not always add up to that of the model either: with `seconds`,
+// the time of a pass of the whole model, the choice is the one with the least of those that passed,
+// and of the rungs that pass in all heads.
+// All heads full, which needs no verification, is the answer if nothing else passes, or nothing
+// that passes is faster as a whole.
 Choice choose_verified(const std::vector<std::string>& ladder,
                        const std::vector<LayerMeasurements>& layers, double target,
-                       const std::function<double(const Choice&)>& verify, int rounds = 8);
+                       const std::function<double(const Choice&)>& verify,
+                       const std::function<double(const Choice&)>& seconds = {}, int rounds = 8);
 
 }  // namespace coterie

@@ -40,6 +40,10 @@ KeyPattern key_pattern(const Mechanism& mechanism, std::int64_t position);
 // Whether keys are taken from the queries: lsh, and routing with share_qk.
 bool keys_are_queries(const Mechanism& mechanism);
 
+// Whether all heads share one selection: cast, unless heads=separate. Calls on some of the heads
+// then need the selection of a call on all.
+bool selects_together(const Mechanism& mechanism);
+
 // Whether, when used causally, the selection of a position depends on later positions.
 bool leaks_future(const Mechanism& mechanism, bool causal);
 
@@ -51,10 +55,10 @@ Causality resolve_causality(const Mechanism& mechanism, bool causal);
 Mechanism resolve(const Mechanism& mechanism, bool causal);
 
 // Properties of a mechanism after resolve as lines of key=value, for callers in other languages:
-// name, causality (none, strict, leaking), keys_are_queries, takes_mask, rows; key.NAME: the keys
-// of the spec; saved.cpu.NAME and saved.cuda.NAME: kind (selection, count, value) and sizes of what
-// a forward pass saves; state.NAME: required or optional, and sizes. Sizes are in postfix notation
-// over B, H, N, S, Dk, Dv, key_heads, value_heads and items: "32 S min".
+// name, causality (none, strict, leaking), keys_are_queries, selects_together, takes_mask, rows;
+// key.NAME: the keys of the spec; saved.cpu.NAME and saved.cuda.NAME: kind (selection, count,
+// value) and sizes of what a forward pass saves; state.NAME: required or optional, and sizes. Sizes
+// are in postfix notation over B, H, N, S, Dk, Dv, key_heads, value_heads and items: "32 S min".
 std::string mechanism_facts(const Mechanism& mechanism, bool causal);
 
 }  // namespace coterie

@@ -83,6 +83,21 @@ COTERIE_HOST_DEVICE inline double random_unit(std::uint32_t word) {
   return (static_cast<double>(word >> 9) + 0.5) * (1.0 / 8388608.0);
 }
 
+// Which part of a larger call a call is. Its streams have the numbers that its items and heads have
+// in the larger call, so a call on some rows or heads of a batch draws what the call on all draws.
+struct CallPart {
+  std::int64_t first_item = 0;                 // number of its first item
+  std::int64_t head_part = 0, head_parts = 1;  // its heads are this part of equal parts
+
+  // The number of problem item * heads + head of this call.
+  COTERIE_HOST_DEVICE std::uint32_t stream(std::int64_t problem, std::int64_t heads) const {
+    if (first_item == 0 && head_parts == 1) return static_cast<std::uint32_t>(problem);
+    const std::int64_t item = problem / heads;
+    const std::int64_t whole_item = (first_item + item) * head_parts + head_part;
+    return static_cast<std::uint32_t>(problem + (whole_item - item) * heads);
+  }
+};
+
 // A standard normal number (Box-Muller in double).
 double random_normal(const RandomStream& stream, std::uint64_t index);
 

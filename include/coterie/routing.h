@@ -28,6 +28,7 @@ struct SphericalKMeansParams {
   std::int64_t iterations = 10;
   std::int64_t candidates = 32;  // random rows per cluster, from which the initial centroids come
   std::uint64_t seed = 0;
+  std::int64_t first_head = 0;  // number of the first head in random streams
 };
 
 // Centroids (H, C, D) from the rows of x: starts from rows of a random sample of the batch, each as

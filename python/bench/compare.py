@@ -145,7 +145,7 @@ def overhead(repeats: int = 200) -> dict[str, float]:
     calls = {
         "sdpa": lambda: sdpa(q, q, q),
         "sdpa with gradient": lambda: sdpa(leaf, leaf, leaf),
-        "operator": lambda: operator(q, q, q, *absent, "full", 0.0, False, 0, 0.0),
+        "operator": lambda: operator(q, q, q, *absent, "full", 0.0, False, 0, 0.0, 0, 1),
         "coterie.attention": lambda: coterie.attention(q, q, q, "full"),
         "coterie.attention with gradient": lambda: coterie.attention(leaf, leaf, leaf, "full"),
     }

@@ -96,7 +96,8 @@ def gathered(setting: Setting, q: Tensor) -> Named:
     def select(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         given = (q, k, v, state.centroids, None, state.logit_scale, *constants)
         with torch.no_grad():
-            return torch.ops.coterie.attention_select(*given, spec, 0.0, setting.causal, 0, 0.0)
+            settings = (spec, 0.0, setting.causal, 0, 0.0, 0, 1)
+            return torch.ops.coterie.attention_select(*given, *settings)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q_members, k_members = (x.long() for x in select(q, k, v)[:2])  # B H C w

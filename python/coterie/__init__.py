@@ -119,6 +119,8 @@ def attention(
     attn_mask: Tensor | None = None,
     enable_gqa: bool | None = None,
     dropout_p: float = 0.0,
+    part: tuple[int, int] = (0, 1),
+    selection: Sequence[Tensor] = (),
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, list[Stats]]:
     """Attention of q over k and v by the mechanisms that ``spec`` names.
@@ -143,6 +145,9 @@ def attention(
         enable_gqa: torch's permission for H other than Hkv; not needed, False forbids it.
         dropout_p: probability that a weight is dropped (``docs/mechanisms.md``); torch's CPU
             generator says which, so ``torch.manual_seed`` repeats it. 0 outside of training.
+        part: number and count: the heads are this one of equal parts of those of a larger call,
+            and draw its random numbers (:func:`coterie.distributed.ulysses`).
+        selection: of ``torch.ops.coterie.attention_select``, for one group; chosen by default.
         return_stats: also return what :func:`stats` returns.
 
     Returns:
@@ -157,7 +162,9 @@ def attention(
     lengths = (q_lengths, k_lengths, cu_seqlens_q, cu_seqlens_k)
     if return_stats and dropout_p:
         raise ValueError(f"return_stats: expected dropout_p 0.0, as in evaluation; got {dropout_p}")
-    options = Options(bool(causal), scale, seed, *lengths, mask, dropout_p)
+    options = Options(
+        bool(causal), scale, seed, *lengths, mask, dropout_p, part, tuple(selection)
+    )
     calls, results = run_spec(q, k, v, spec, state, options, return_stats)
     out = results[0].out
     if len(results) > 1:

@@ -3,7 +3,8 @@
 
 Each of P ranks has a slice of every sequence. An all-to-all gives it the whole sequences of 1/P of
 the heads, any attention runs on them unchanged, and a second all-to-all returns the outputs of its
-positions (Jacobs et al. 2023)::
+positions (Jacobs et al. 2023). The heads of ``cast`` choose their clusters together, so each rank
+gets the queries and keys of all heads for that choice (without gradients)::
 
     mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("context",))
     mine = coterie.distributed.positions(65536, mesh)  # this rank's slice
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .functional import Rows
+from .functional import Options, Rows, select
 from .spec import Group, head_groups
 from .state import State
 
@@ -61,13 +62,14 @@ def ulysses(
             rank's heads.
         q, k, v: (B, heads, n, D), this rank's positions of all heads; k None as in
             :func:`coterie.attention`. The number of ranks must divide the heads of every group of
-            the spec. ``cast`` is refused: its heads choose clusters together.
+            the spec.
         group: a process group, a device mesh of one dimension, or None for all ranks.
         length: N of the whole sequences; n times the number of ranks by default. Needed if ranks
             have slices of different sizes, which :func:`positions` returns.
         args, options: further arguments, equal on all ranks. Lengths and masks are those of whole
             sequences. For :func:`coterie.attention` a state and a mask have all heads, as without
-            ranks; other functions get tensors as they are.
+            ranks, and a gate (B, n) this rank's positions; results are those of one process, with
+            dropout if torch's CPU generators are equal. Other functions get tensors as they are.
 
     Returns:
         (B, H, n, Dv): the outputs of this rank's positions, differentiable.
@@ -109,29 +111,46 @@ def _by_spec(
     states = [state] * len(groups) if state is None or isinstance(state, State) else list(state)
     parts: list[Tensor] = []
     for group in groups:
-        if group.name == "cast":
-            raise ValueError(
-                f"spec: the heads of {group.text} choose clusters together and cannot be split"
-            )
         _check_heads(group.heads, group.kv_heads, exchange.size, f" of {group.text}")
         parts += [x for x in _own(rows, group) if x is not None]
     whole = iter(exchange.to_heads(parts))
     outputs = []
     for group, own in zip(groups, states, strict=True):
-        q, k, v = (None if x is None else next(whole) for x in _own(rows, group))
+        mine = _own(rows, group)
+        q, k, v = (None if x is None else next(whole) for x in mine)
+        all_heads = None if own is None else exchange.with_whole_gate(own)
+        selection: tuple[Tensor, ...] = ()
+        if group.selects_together:
+            selection = _choose(exchange, mine, group, all_heads, options)
         outputs.append(
             attention(
                 q,
                 k,
                 v,
                 group.text,
-                state=None if own is None else exchange.state(own),
+                state=None if all_heads is None else exchange.state(all_heads),
                 mask=None if mask is None else exchange.mask(mask, group, rows.q.shape[1]),
+                part=(exchange.rank, exchange.size),
+                selection=selection,
                 **options,
             )
         )
     outputs = exchange.to_positions(outputs)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+
+def _choose(
+    exchange: _Exchange, rows: Rows, group: Group, state: State | None, options: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """The selection of all heads, from this rank's positions; every rank makes the same one."""
+    with torch.no_grad():
+        heads = [x for x in (rows.q, rows.k) if x is not None]
+        whole = exchange.to_all([x.transpose(1, 2) for x in heads])
+        q, *k = (x.transpose(1, 2) for x in whole)
+        keys = k[0] if k else q
+        # Of values only the shape counts.
+        known = {name: options[name] for name in Options._fields if name in options}
+        return select(group, Rows(q, k[0] if k else None, keys), state, Options(**known))
 
 
 def _own(rows: Rows, group: Group) -> Rows:
@@ -184,7 +203,7 @@ class _Exchange:
     """Between this rank's positions of all heads and all positions of this rank's heads."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, length: int) -> None:
-        self.group, self.rank, self.size = group, rank, size
+        self.group, self.rank, self.size, self.length = group, rank, size, length
         self.slices = [_slice(length, i, size) for i in range(size)]
 
     def to_heads(self, parts: list[Tensor]) -> list[Tensor]:
@@ -210,12 +229,24 @@ class _Exchange:
         ranks = [[next(pieces).view(shape) for shape in parts] for parts in shapes]
         return [torch.cat(part, dim) for part in zip(*ranks, strict=True)]
 
+    def to_all(self, parts: list[Tensor]) -> list[Tensor]:
+        """(B, n, ...) -> (B, N, ...) on every rank; the gradients of all ranks are added."""
+        copies = [x.flatten(2) if x.dim() > 2 else x.unsqueeze(2) for x in parts]
+        heads = [x.unsqueeze(1).expand(-1, self.size, -1, -1) for x in copies]
+        shapes = [(x.shape[0], self.length, *x.shape[2:]) for x in parts]
+        whole = zip(self.to_heads(heads), shapes, strict=True)
+        return [x.reshape(shape) for x, shape in whole]
+
+    def with_whole_gate(self, state: State) -> State:
+        return state if state.gate is None else state._replace(gate=self.to_all([state.gate])[0])
+
     def heads(self, tensor: Tensor | None, dim: int = 0) -> Tensor | None:
         """Of a tensor of all heads, those of this rank."""
         return None if tensor is None else tensor.chunk(self.size, dim)[self.rank]
 
     def state(self, state: State) -> State:
-        return State(*[self.heads(x) for x in state])
+        own = State(*[self.heads(x) for x in state._replace(gate=None)])
+        return own._replace(gate=state.gate)
 
     def mask(self, mask: Tensor, group: Group, heads: int) -> Tensor:
         if mask.dim() < 3 or mask.shape[-3] != heads:

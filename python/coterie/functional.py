@@ -26,6 +26,8 @@ class CallOptions(TypedDict, total=False):
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     mask: Tensor | None
+    part: tuple[int, int]
+    selection: Sequence[Tensor]
 
 
 class Options(NamedTuple):
@@ -40,6 +42,8 @@ class Options(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     mask: Tensor | None = None  # bool (B, H, N, S)
     dropout: float = 0.0
+    part: tuple[int, int] = (0, 1)  # number and count: of equal parts of a group's heads
+    selection: tuple[Tensor, ...] = ()  # of select(), for one group; empty: chosen
 
 
 class Rows(NamedTuple):
@@ -148,6 +152,7 @@ def arguments_of(call: GroupCall) -> tuple[tuple[Tensor | None, ...], tuple[Any,
         gate, logit_scale = _wide(state.gate, q), _wide(state.logit_scale, q)
     rows = (q, k, v, centroids, gate, logit_scale)
     settings = (group.text, options.scale or 0.0, options.causal, options.seed, options.dropout)
+    settings += options.part
     return rows, (*options[3:8], _dropout_seed(options.dropout), *settings)
 
 
@@ -159,8 +164,21 @@ def _dropout_seed(p: float) -> Tensor | None:
 def run_group(call: GroupCall, want_saved: bool = False) -> GroupResult:
     """One call of the operator, differentiable."""
     rows, rest = arguments_of(call)
-    out, saved = ops.attention(rows, rest, want_saved)
+    out, saved = ops.attention(rows, rest, want_saved, call.options.selection)
     return GroupResult(out, saved)
+
+
+def select(
+    group: Group, rows: Rows, state: State | None, options: Options
+) -> tuple[Tensor, ...]:
+    """The selection that a group makes, for calls on some of its heads."""
+    with torch.no_grad():
+        q, k, v = rows
+        if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
+            q, k, v = autocast_rows(q, k, v)
+        call = GroupCall(group, q, k, v, state, settle(options, q, v))
+        own, rest = arguments_of(call)
+        return tuple(ops.operators.attention_select.default(*own, *rest))
 
 
 def _centroids(group: Group, state: State) -> Tensor | None:
@@ -262,5 +280,7 @@ def run_spec(
         k = q if same else k
     groups = head_groups(spec, q.shape[1], options.causal, v.shape[1])
     _refuse_positions(groups)
+    if options.selection and len(groups) > 1:
+        raise ValueError(f"selection: expected a spec of one group; got {spec}")
     calls = split_groups(q, k, v, groups, state, settle(options, q, v))
     return calls, [run_group(call, want_saved) for call in calls]

@@ -10,11 +10,12 @@ import ctypes
 import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 _OLDEST_TORCH = (2, 11)
-_VERIFY = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_char_p)
+_MEASURE = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_char_p)
 
 
 def _load() -> ctypes.CDLL:
@@ -32,7 +33,7 @@ def _load() -> ctypes.CDLL:
     library.coterie_set_threads.argtypes = [ctypes.c_int]
     whole, real = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_double)
     library.coterie_choose.argtypes = [ctypes.c_char_p, ctypes.c_int64, whole, whole, real]
-    library.coterie_choose.argtypes += [ctypes.c_double, ctypes.c_int, _VERIFY]
+    library.coterie_choose.argtypes += [ctypes.c_double, ctypes.c_int, _MEASURE, _MEASURE]
     names = ("describe", "layer_spec", "choose", "build_facts", "spec_help", "set_threads")
     for function in names:
         getattr(library, f"coterie_{function}").restype = ctypes.c_char_p
@@ -85,19 +86,24 @@ def choose(
     target: float,
     rounds: int,
     verify: Callable[[list[str]], float],
+    seconds: Callable[[list[str]], float],
 ) -> dict[str, str]:
     """choose_verified of include/coterie/choice.h; ``numbers``: its measurements, layer by layer.
 
-    ``verify`` gets one spec per layer and returns the error of the model's output.
+    ``verify`` and ``seconds`` get one spec per layer and return the error of the model's output and
+    the time of a pass.
     """
     raised: list[BaseException] = []
 
-    def call(specs: bytes) -> float:
-        try:
-            return verify(specs.decode().split("\n"))
-        except BaseException as error:  # ctypes would print it and go on
-            raised.append(error)
-            return float("nan")
+    def callback(measure: Callable[[list[str]], float]) -> Any:
+        def call(specs: bytes) -> float:
+            try:
+                return measure(specs.decode().split("\n"))
+            except BaseException as error:  # ctypes would print it and go on
+                raised.append(error)
+                return float("nan")
+
+        return _MEASURE(call)
 
     whole, real = ctypes.c_int64 * len(heads), ctypes.c_double * len(numbers)
     answer = _LIBRARY.coterie_choose(
@@ -108,7 +114,8 @@ def choose(
         real(*numbers),
         target,
         rounds,
-        _VERIFY(call),
+        callback(verify),
+        callback(seconds),
     )
     if raised:
         raise raised[0]

@@ -6,15 +6,18 @@ int32, say which rows count. Users call :func:`coterie.attention` and :mod:`cote
 operators check no more than the core does.
 
 attention(q, k?, v, centroids?, gate?, logit_scale?, q_lengths?, k_lengths?, cu_seqlens_q?,
-cu_seqlens_k?, mask?, dropout_seed?, mechanism, scale, causal, seed, dropout) -> out (B, H, N, Dv),
-saved tensors
+cu_seqlens_k?, mask?, dropout_seed?, mechanism, scale, causal, seed, dropout, head_part, head_parts)
+-> out (B, H, N, Dv), saved tensors
     The forward pass; :mod:`coterie.layout` names the saved tensors. ``mechanism`` is the spec of
     one group; ``scale`` 0 stands for the default; ``dropout`` is a probability, and if it is not 0
-    ``dropout_seed`` one int64 on the CPU.
+    ``dropout_seed`` one int64 on the CPU. The heads are part ``head_part`` of ``head_parts`` of a
+    larger call, whose random numbers they draw: 0 and 1 for all heads.
 attention_forward(...): the same without derivatives
 attention_backward(grad_out, ..., out, saved, needs) -> gradients
     Of q, k, v, centroids, gate and logit_scale, where bits 0 to 5 of ``needs`` ask for them.
-attention_select(...) -> the selection: the int32 ones of the saved tensors
+attention_select(...) -> the selection: the first of the saved tensors, int32
+attention_attend(..., selection) -> out, saved tensors
+    The forward pass of a given selection; :func:`attention` has its derivatives.
 attention_quality(..., out, saved, rows, from_gpu) -> error, norm, mass, bound
     Of up to ``rows`` rows per batch entry, float64 (B, H, R), or (0) if the mechanism has none
     (include/coterie/quality.h). Tensors on the CPU; ``from_gpu`` says where ``out`` was computed.
@@ -52,7 +55,7 @@ from .spec import single_group
 
 _DIFFERENTIABLE = 6  # the first arguments of attention
 _TENSORS = 12
-_ARGUMENTS = 17
+_ARGUMENTS = 19
 
 
 def empty_rows(like: Tensor, width: int) -> Tensor:
@@ -99,6 +102,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "attention": _fake_attention,
     "attention_forward": _fake_attention,
     "attention_backward": _fake_gradients,
+    "attention_attend": _fake_attention,
     "attention_select": lambda *args: _fake_saved(args, selection_only=True),
     "rotate_rows": _fake_rows,
     "normalise_rows": lambda x: _fake_wide(x, *x.shape),
@@ -158,19 +162,21 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | 
 
 torch.library.register_autograd(f"{NAMESPACE}::attention", _differentiate, setup_context=_keep)
 _forward = operators.attention_forward.default
+_attend = operators.attention_attend.default
 
 
 class _Attention(torch.autograd.Function):
     """The same derivative; outside of graphs it is called ten times as fast as a registered one.
 
-    Takes the differentiable arguments, the others as one tuple, and whether the saved tensors are
-    wanted beside the output: each output costs.
+    Takes the differentiable arguments, the others as one tuple, a selection or none, and whether
+    the saved tensors are wanted beside the output: each output costs.
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor | tuple[Tensor, ...]:
         inputs = (*args[:_DIFFERENTIABLE], *args[_DIFFERENTIABLE])
-        out, saved = output = _forward(*inputs)
+        selection = args[_DIFFERENTIABLE + 1]
+        out, saved = output = _attend(*inputs, selection) if selection else _forward(*inputs)
         _keep(ctx, inputs, output)
         if not args[-1]:
             alone: Tensor = out
@@ -180,26 +186,29 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        return (*_gradients(ctx, grad_out), None, None)
+        return (*_gradients(ctx, grad_out), None, None, None)
 
 
 _apply: Callable[..., Any] = _Attention.apply
 
 
 def attention(
-    rows: tuple[Tensor | None, ...], rest: tuple[Any, ...], want_saved: bool
+    rows: tuple[Tensor | None, ...],
+    rest: tuple[Any, ...],
+    want_saved: bool,
+    selection: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """coterie::attention by the quickest way to call it: differentiable arguments, the others."""
     result: tuple[Tensor, Sequence[Tensor]]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not selection:
         result = operators.attention.default(*rows, *rest)
         return result
     if torch.is_grad_enabled():
         for tensor in rows:
             if tensor is not None and tensor.requires_grad:
-                found = _apply(*rows, rest, want_saved)
+                found = _apply(*rows, rest, selection, want_saved)
                 return (found[0], found[1:]) if want_saved else (found, ())
-    result = _forward(*rows, *rest)
+    result = _attend(*rows, *rest, selection) if selection else _forward(*rows, *rest)
     return result
 
 

@@ -34,6 +34,7 @@ class Group:
     positions: str  # rotary, relative or none
     positions_named: bool  # named in the spec, not a default
     keys_are_queries: bool  # takes no k
+    selects_together: bool  # one selection for all heads
     takes_mask: bool  # supports a separate mask for each query
     rows: str  # plain, unit_keys or normalised
     causality: str  # none, strict, or leaking: the selection sees later positions

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT
 #include "attention.h"
 
+#include <torch/csrc/stable/ops.h>
+
 #include <algorithm>
 
 #include "coterie/attention.h"
@@ -23,6 +25,7 @@ struct Call {
   bool causal;
   std::uint64_t seed;
   double dropout;
+  CallPart part;
 
   explicit Call(Arguments& arguments) {
     tensors.reserve(kInputs);
@@ -36,6 +39,8 @@ struct Call {
     causal = arguments.flag();
     seed = arguments.seed();
     dropout = arguments.number();
+    part.head_part = arguments.integer();
+    part.head_parts = arguments.integer();
   }
 
   const Tensor& q() const { return *tensors[kQ]; }
@@ -50,6 +55,8 @@ struct Call {
     inputs.causal = causal;
     inputs.seed = seed;
     inputs.dropout = dropout;
+    inputs.delta_from_output = true;  // as torch's own attention
+    inputs.part = part;
     if (dropout != 0) inputs.dropout_seed = drawn_seed();
     return inputs;
   }
@@ -79,6 +86,22 @@ std::vector<Tensor> allocate_saved(const SavedLayout& layout, std::size_t count,
     saved.push_back(empty(layout.tensors[i].dtype, layout.tensors[i].sizes, q));
   }
   return saved;
+}
+
+void check_selection(const std::vector<Tensor>& given, const std::vector<Tensor>& expected,
+                     std::size_t count) {
+  bool same = given.size() == count;
+  for (std::size_t i = 0; same && i < count; ++i) {
+    const auto sizes = given[i].sizes(), wanted = expected[i].sizes();
+    same = view(given[i]).dtype == DType::i32 &&
+           std::equal(sizes.begin(), sizes.end(), wanted.begin(), wanted.end());
+  }
+  if (same) return;
+  std::string got, wanted;
+  for (const Tensor& tensor : given) got += " " + describe(view(tensor));
+  for (std::size_t i = 0; i < count; ++i) wanted += " " + describe(view(expected[i]));
+  throw Error("[attention_attend] expected the selection" + wanted + ", as attention_select " +
+              "returns it; got" + (got.empty() ? " none" : got));
 }
 
 // The gradients that `needs` requests, one bit per place in coterie/input_list.h from bit 0 on.
@@ -121,6 +144,24 @@ void attention(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const std::vector<Tensor> saved = allocate_saved(layout, layout.tensors.size(), call.q());
   attention_forward(mechanism, inputs, {view(out), views(saved)},
                     scratch.allocate(attention_workspace_bytes(mechanism, inputs)));
+  give(stack, out, saved);
+}
+
+void attention_attend(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  Arguments arguments(stack);
+  Call call(arguments);
+  const std::vector<Tensor> selection = arguments.tensors();
+  Scratch scratch(call.q());
+  const Mechanism mechanism = mechanism_of(call.mechanism_text);
+  const AttentionInputs inputs = call.inputs();
+  const SavedLayout layout = attention_saved(mechanism, inputs);
+  const Tensor out = empty_rows(call.q(), inputs.v.size(3));
+  std::vector<Tensor> saved = allocate_saved(layout, layout.tensors.size(), call.q());
+  check_selection(selection, saved, layout.selection_count);
+  // A result of an operator must not share memory with its arguments.
+  for (std::size_t i = 0; i < selection.size(); ++i) torch::stable::copy_(saved[i], selection[i]);
+  coterie::attention_attend(mechanism, inputs, {view(out), views(saved)},
+                            scratch.allocate(attention_workspace_bytes(mechanism, inputs)));
   give(stack, out, saved);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Attention by any mechanism: forward, backward, the selection alone, and the quality.
+// Attention by any mechanism: forward, backward, the two halves of forward, and the quality.
 #pragma once
 
 #include "bridge.h"
@@ -9,6 +9,7 @@ namespace coterie::stable_api {
 Kernel attention;
 Kernel attention_backward;
 Kernel attention_select;
+Kernel attention_attend;
 Kernel attention_quality;
 
 }  // namespace coterie::stable_api

@@ -124,6 +124,8 @@ std::string choice_text(const Choice& choice, const std::vector<std::string>& la
   lines.add("time", choice.time);
   lines.add("full_time", choice.full_time);
   lines.add("verified", choice.verified);
+  lines.add("seconds", choice.seconds);
+  lines.add("full_seconds", choice.full_seconds);
   lines.add("uniform", ladder[choice.uniform]);
   lines.add("uniform_error", choice.uniform_error);
   lines.add("uniform_time", choice.uniform_time);
@@ -170,16 +172,18 @@ std::int64_t coterie_group_seed(std::uint64_t seed, std::int64_t layer, std::int
   return static_cast<std::int64_t>(group_seed(seed, layer, group));
 }
 
-// choose_verified (include/coterie/choice.h). `ladder` has one spec per line; `verify` gets the
-// specs of all layers, one per line.
+// choose_verified (include/coterie/choice.h). `ladder` has one spec per line; `verify` and
+// `seconds` get the specs of all layers, one per line.
 const char* coterie_choose(const char* ladder, std::int64_t layers, const std::int64_t* heads,
                            const std::int64_t* units, const double* numbers, double target,
-                           int rounds, double (*verify)(const char*)) {
+                           int rounds, double (*verify)(const char*),
+                           double (*seconds)(const char*)) {
   return keep([&] {
     const std::vector<std::string> rungs = lines_of(ladder);
     const Choice choice = choose_verified(
         rungs, measurements(layers, heads, units, numbers, rungs.size()), target,
-        [&](const Choice& found) { return verify(specs_text(found).c_str()); }, rounds);
+        [&](const Choice& found) { return verify(specs_text(found).c_str()); },
+        [&](const Choice& found) { return seconds(specs_text(found).c_str()); }, rounds);
     return choice_text(choice, rungs);
   });
 }

@@ -16,7 +16,7 @@ const std::string kArguments =
     "Tensor q, Tensor? k, Tensor v, Tensor? centroids, Tensor? gate, Tensor? logit_scale, "
     "Tensor? q_lengths, Tensor? k_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? mask, Tensor? dropout_seed, str mechanism, float scale, bool causal, int seed, "
-    "float dropout";
+    "float dropout, int head_part, int head_parts";
 // Which rows of a tensor count.
 const std::string kSpans = "Tensor? lengths, Tensor? cu_seqlens";
 
@@ -36,6 +36,8 @@ const Operator kOperators[] = {
      "(Tensor grad_out, " + kArguments + ", Tensor out, Tensor[] saved, int needs) -> Tensor[]",
      api::attention_backward},
     {"attention_select", "(" + kArguments + ") -> Tensor[]", api::attention_select},
+    {"attention_attend", "(" + kArguments + ", Tensor[] selection) -> (Tensor, Tensor[])",
+     api::attention_attend},
     {"attention_quality",
      "(" + kArguments + ", Tensor out, Tensor[] saved, int rows, bool from_gpu) -> Tensor[]",
      api::attention_quality},

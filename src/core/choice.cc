@@ -388,6 +388,39 @@ void check_target(double target) {
                 "expected a finite target of 0 or more; got ", target);
 }
 
+double checked(const char* what, double value) {
+  COTERIE_CHECK(value >= 0 && std::isfinite(value), kOp, "expected a finite ", what,
+                " of 0 or more; got ", value);
+  return value;
+}
+
+// The fastest as a whole of full attention and the choices that passed; without `seconds`, by their
+// estimated times. Earlier ones win ties.
+Choice fastest(const Choice& full, const std::vector<Choice>& passed,
+               const std::function<double(const Choice&)>& seconds) {
+  const auto time_of = [&](const Choice& choice) {
+    return seconds ? checked("time of the model", seconds(choice)) : choice.time;
+  };
+  const double full_time = time_of(full);
+  const Choice* best = &full;
+  double best_time = full_time, other_time = kNever;
+  for (const Choice& choice : passed) {
+    const double time = time_of(choice);
+    if (choice.time < full.time) other_time = std::min(other_time, time);
+    if (time < best_time) best = &choice, best_time = time;
+  }
+  Choice found = *best;
+  if (!seconds) return found;
+  found.seconds = best_time;
+  found.full_seconds = full_time;
+  if (best != &full || other_time == kNever) return found;
+  const std::string reason =
+      "the whole model is not faster with the chosen specs: " + milliseconds(other_time) +
+      ", full " + milliseconds(full_time);
+  for (auto& layer : found.reasons) std::fill(layer.begin(), layer.end(), reason);
+  return found;
+}
+
 }  // namespace
 
 Choice choose_specs(const std::vector<std::string>& ladder,
@@ -398,38 +431,42 @@ Choice choose_specs(const std::vector<std::string>& ladder,
 
 Choice choose_verified(const std::vector<std::string>& ladder,
                        const std::vector<LayerMeasurements>& layers, double target,
-                       const std::function<double(const Choice&)>& verify, int rounds) {
+                       const std::function<double(const Choice&)>& verify,
+                       const std::function<double(const Choice&)>& seconds, int rounds) {
   check_target(target);
   COTERIE_CHECK(rounds >= 1, kOp, "expected at least 1 round; got ", rounds);
   const Model model(ladder, layers);
-  const Rungs full = model.all(model.ladder.full);
   const Choice estimated = choose(model, target);
-  std::map<Rungs, double> verified = {{full, 0.0}};
-  Choice best = choice_of(model, full, target);
-  best.verified = 0;
+  Choice full = choice_of(model, model.all(model.ladder.full), target);
+  full.verified = 0;
+  std::map<Rungs, double> verified = {{full.rungs, 0.0}};
+  std::vector<Choice> choices;  // that passed
+  const auto error_of = [&](const Rungs& rungs) {
+    const auto known = verified.find(rungs);
+    if (known != verified.end()) return known->second;
+    Choice choice = choice_of(model, rungs, target);
+    choice.verified = checked("verified error", verify(choice));
+    if (choice.verified <= target && (seconds || choice.time < full.time)) {
+      choices.push_back(choice);
+    }
+    return verified[rungs] = choice.verified;
+  };
   double passed = 0, failed = kNever, budget = target;
   for (int round = 0; round < rounds && budget > 0 && std::isfinite(budget); ++round) {
-    Choice choice = choose(model, budget);
-    auto known = verified.find(choice.rungs);
-    if (known == verified.end()) {
-      const double error = verify(choice);
-      COTERIE_CHECK(error >= 0 && std::isfinite(error), kOp,
-                    "expected a finite verified error of 0 or more; got ", error);
-      known = verified.emplace(choice.rungs, error).first;
-    }
-    choice.verified = known->second;
-    const bool passes = choice.verified <= target;
-    if (passes && choice.time < best.time) best = choice_of(model, choice.rungs, target);
-    if (passes && best.rungs == choice.rungs) best.verified = choice.verified;
-    if (passes) {
+    const double error = error_of(choose(model, budget).rungs);
+    if (error <= target) {
       passed = budget;
       budget = failed < kNever ? std::sqrt(passed * failed) : 2 * budget;
     } else {
       failed = budget;
-      const double scaled = budget * std::clamp(0.9 * target / choice.verified, 0.0625, 0.9);
+      const double scaled = budget * std::clamp(0.9 * target / error, 0.0625, 0.9);
       budget = passed > 0 ? std::sqrt(passed * failed) : scaled;
     }
   }
+  if (seconds && target > 0) {
+    for (std::size_t r = 0; r < model.ladder.size(); ++r) error_of(model.all(r));
+  }
+  Choice best = fastest(full, choices, seconds);
   best.uniform = estimated.uniform;
   best.uniform_error = estimated.uniform_error;
   best.uniform_time = estimated.uniform_time;

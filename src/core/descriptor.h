@@ -90,6 +90,7 @@ struct Descriptor {
   std::function<bool(const Mechanism&)> keys_are_queries;
   std::function<bool(const Mechanism&)>
       self_attention;  // as many keys as queries in every sequence
+  std::function<bool(const Mechanism&)> selects_together;             // one selection for all heads
   std::function<Causality(const Mechanism&, bool causal)> causality;  // throws if there is none
   std::function<void(Mechanism&, Causality)> settle;   // replaces automatic values, checks the rest
   std::function<Decoding(const Mechanism&)> decoding;  // of causal layers that do not leak
@@ -132,6 +133,7 @@ Descriptor make_descriptor() {
   all.positions = M::kPositions;
   all.keys_are_queries = [of](const Mechanism& m) { return M::keys_are_queries(of(m)); };
   all.self_attention = [of](const Mechanism& m) { return M::self_attention(of(m)); };
+  all.selects_together = [of](const Mechanism& m) { return M::selects_together(of(m)); };
   all.causality = [of](const Mechanism& m, bool causal) { return M::causality(of(m), causal); };
   all.settle = [](Mechanism& m, Causality form) { M::settle(std::get<Params>(m), form); };
   all.decoding = [of](const Mechanism& m) { return M::decoding(of(m)); };
@@ -151,8 +153,16 @@ SavedTensor<Number> row_values(const char* name, const CallSizes<Number>& s) {
   return {name, SavedKind::value, {s.B, s.H, s.N}};
 }
 
+// Heads select alone. (A static member, so inheriting it twice is not ambiguous.)
+struct SeparateHeads {
+  template <class Params>
+  static bool selects_together(const Params&) {
+    return false;
+  }
+};
+
 // All keys up to the query's own position, and mechanisms that do not decode by rows.
-struct AllKeys {
+struct AllKeys : SeparateHeads {
   template <class Params>
   static KeyPattern key_pattern(const Params&, std::int64_t) {
     return {};
@@ -160,7 +170,7 @@ struct AllKeys {
 };
 
 // Base of mechanisms that choose keys exactly, by position or by the query alone.
-struct ExactMechanism {
+struct ExactMechanism : SeparateHeads {
   static constexpr bool kTakesMask = true, kRelativePositions = true;
   static constexpr RowForm kRows = RowForm::plain;
   template <class Params>

@@ -32,6 +32,8 @@ struct Dropout {
   std::uint64_t seed = 0;
   std::uint32_t threshold = 0;  // p 2^32; 0: nothing is dropped
   double keep_scale = 1;        // 1 / (1 - p)
+  CallPart part;                // of a call with
+  std::int64_t heads = 1;       // query heads
 
   COTERIE_HOST_DEVICE bool on() const { return threshold != 0; }
 
@@ -50,8 +52,8 @@ struct Dropout {
  private:
   COTERIE_HOST_DEVICE DropoutRow row(RandomUse use, std::int64_t problem,
                                      std::int64_t number) const {
-    const RandomBits bits = RandomStream{seed, use, static_cast<std::uint32_t>(problem)}.at(
-        static_cast<std::uint64_t>(number));
+    const RandomBits bits =
+        RandomStream{seed, use, part.stream(problem, heads)}.at(static_cast<std::uint64_t>(number));
     return {bits.word[0], bits.word[1]};
   }
 };

@@ -117,6 +117,7 @@ std::string mechanism_facts(const Mechanism& mechanism, bool causal) {
   add("name", own.name);
   add("causality", name_of(own.causality(resolved, causal)));
   add("keys_are_queries", flag(own.keys_are_queries(resolved)));
+  add("selects_together", flag(own.selects_together(resolved)));
   add("takes_mask", flag(own.takes_mask));
   add("rows", name_of(own.rows));
   for (const SpecKey& key : own.keys) add("key." + key.name, key.get({.mechanism = resolved}));

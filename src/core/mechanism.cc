@@ -55,6 +55,10 @@ bool keys_are_queries(const Mechanism& mechanism) {
   return descriptor_of(mechanism).keys_are_queries(mechanism);
 }
 
+bool selects_together(const Mechanism& mechanism) {
+  return descriptor_of(mechanism).selects_together(mechanism);
+}
+
 bool leaks_future(const Mechanism& mechanism, bool causal) {
   return resolve_causality(mechanism, causal) == Causality::leaking;
 }

@@ -85,6 +85,13 @@ AttentionCall make_base_call(const char* op, const AttentionInputs& inputs, bool
   COTERIE_CHECK(inputs.dropout >= 0 && inputs.dropout < 1, op,
                 "expected a dropout probability from 0 to below 1; got ", inputs.dropout);
   call.dropout = make_dropout(inputs.dropout_seed, inputs.dropout);
+  call.dropout.part = inputs.part;
+  call.dropout.heads = call.H;
+  const CallPart& part = inputs.part;
+  COTERIE_CHECK(part.first_item >= 0 && part.head_part >= 0 && part.head_part < part.head_parts, op,
+                "expected a first item of at least 0 and a part of the heads below their number; "
+                "got item ",
+                part.first_item, " and part ", part.head_part, " of ", part.head_parts);
   for (const Sequences* sequences : {&inputs.q_sequences, &inputs.k_sequences})
     for (const TensorView* ints : {&sequences->lengths, &sequences->cu_seqlens})
       if (ints->present()) check_device(op, "lengths and cu_seqlens", *ints, q.device);

@@ -34,7 +34,7 @@ template <class T>
 Matrix<T> initial_centroids(const SphericalKMeansParams& params, Index head, Index clusters,
                             const Matrix<T>& rows) {
   const RandomStream stream{params.seed, RandomUse::centroid_init,
-                            static_cast<std::uint32_t>(head)};
+                            static_cast<std::uint32_t>(params.first_head + head)};
   const Index candidates = std::min(rows.rows, params.candidates * clusters);
   Matrix<T> sample(candidates, rows.cols);
   for (Index i = 0; i < candidates; ++i) {

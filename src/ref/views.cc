@@ -35,7 +35,8 @@ std::vector<Place> make_places(const char* op, const AttentionInputs& inputs) {
                         .num_heads = inputs.q.size(1),
                         .num_kv_heads = inputs.v.size(1),
                         .q = items[item].q,
-                        .k = items[item].k});
+                        .k = items[item].k,
+                        .part = inputs.part});
   return places;
 }
 

@@ -19,11 +19,13 @@ using Lists = std::vector<std::vector<Index>>;
 struct Place {
   Index item = 0, head = 0, num_heads = 1, num_kv_heads = 1;
   Span q, k;
+  CallPart part{};
 
   // Numbers of the item and head, and of the item and key/value head, for random streams.
-  std::uint32_t problem() const { return static_cast<std::uint32_t>(item * num_heads + head); }
+  std::uint32_t problem() const { return part.stream(item * num_heads + head, num_heads); }
   std::uint32_t kv_problem() const {
-    return static_cast<std::uint32_t>(item * num_kv_heads + head / (num_heads / num_kv_heads));
+    const Index kv_head = head / (num_heads / num_kv_heads);
+    return part.stream(item * num_kv_heads + kv_head, num_kv_heads);
   }
   TensorView queries(const TensorView& tensor) const;    // (B, H, N, ...): the item's queries
   TensorView keys(const TensorView& tensor) const;       // (B, H, S, ...): the item's keys

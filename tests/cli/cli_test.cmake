@@ -172,6 +172,16 @@ if(out MATCHES "torch sdpa|Faster")
   complain("something beside what was to run alone")
 endif()
 
+# Threads of OpenMP, which comes with torch, wait passively, and the libraries are initialised once.
+set(ENV{OMP_DISPLAY_ENV} TRUE)
+run(0 --version)
+unset(ENV{OMP_DISPLAY_ENV})
+string(REGEX MATCHALL "DISPLAY ENVIRONMENT BEGIN" starts "${err}")
+list(LENGTH starts starts)
+if(starts GREATER 1 OR (starts EQUAL 1 AND NOT err MATCHES "OMP_WAIT_POLICY = 'PASSIVE'"))
+  complain("OpenMP was initialised ${starts} times or waits actively")
+endif()
+
 # The causal set, with a mark on each attention whose selection sees the future.
 run(0 bench --causal --lengths 32 --heads 1 --dim 8 --repeats 1 --pass forward --data normal)
 expect_out("routing(clusters=16,window=256,causal=paper) *" "its selection sees the future")

@@ -277,7 +277,52 @@ TEST(Choice, WhatNeverPassesIsFull) {
   EXPECT_EQ(exact.layers[0].to_string(), "full");
   EXPECT_THROW(choose_verified(kLadder, {four_heads()}, 1, [](const Choice&) { return NAN; }),
                Error);
-  EXPECT_THROW(choose_verified(kLadder, {four_heads()}, 1, never, 0), Error);
+  EXPECT_THROW(choose_verified(kLadder, {four_heads()}, 1, never, {}, 0), Error);
+}
+
+TEST(Choice, WhatIsNotFasterAsAWholeIsGivenUp) {
+  const auto exact = [](const Choice& choice) { return choice.error; };
+  const auto is_full = [](const Choice& choice) { return choice.layers[0].to_string() == "full"; };
+  // Estimated times are right.
+  const Choice right = choose_verified(kLadder, {four_heads()}, 0.02, exact,
+                                       [](const Choice& choice) { return 2 + choice.time; });
+  EXPECT_EQ(right.rungs, choose_verified(kLadder, {four_heads()}, 0.02, exact).rungs);
+  EXPECT_FALSE(is_full(right));
+  EXPECT_EQ(right.seconds, 2 + right.time);
+  EXPECT_EQ(right.full_seconds, 2 + right.full_time);
+  // Whatever is not full costs more than was estimated.
+  const auto slow = [&](const Choice& choice) { return is_full(choice) ? 4.0 : 4.5; };
+  const Choice none = choose_verified(kLadder, {four_heads()}, 0.02, exact, slow);
+  EXPECT_TRUE(is_full(none));
+  EXPECT_EQ(none.verified, 0);
+  EXPECT_EQ(none.seconds, 4.0);
+  for (const std::string& reason : none.reasons[0]) {
+    EXPECT_EQ(reason,
+              "the whole model is not faster with the chosen specs: 4.5e+03 ms, full 4e+03 ms");
+  }
+  // One spec in all heads is faster than was estimated.
+  const auto uniform = [&](const Choice& choice) {
+    return choice.layers[0].to_string() == "i-clustered(clusters=16)" ? 0.5 : 2.0;
+  };
+  const Choice same = choose_verified(kLadder, {four_heads()}, 0.5, exact, uniform);
+  EXPECT_EQ(same.layers[0].to_string(), "i-clustered(clusters=16)");
+  EXPECT_EQ(same.seconds, 0.5);
+  // Of those that passed, the cheapest by its estimate is slow as a whole.
+  Random random(7);
+  std::vector<LayerMeasurements> layers;
+  for (int l = 0; l < 6; ++l) layers.push_back(random_layer(random, false));
+  const auto larger = [](const Choice& choice) { return 3 * choice.error; };
+  const double least = choose_verified(kLadder, layers, 0.5, larger).time;
+  const auto seconds = [&](const Choice& choice) {
+    return choice.time == least ? 1e3 : choice.time;
+  };
+  const Choice other = choose_verified(kLadder, layers, 0.5, larger, seconds);
+  EXPECT_GT(other.time, least);
+  EXPECT_LT(other.time, other.full_time);
+  EXPECT_LE(other.verified, 0.5);
+  EXPECT_THROW(choose_verified(kLadder, {four_heads()}, 0.02, exact,
+                               [](const Choice&) { return double{NAN}; }),
+               Error);
 }
 
 TEST(Choice, RefusesMeasurementsThatMakeNoSense) {

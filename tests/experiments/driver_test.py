@@ -147,6 +147,16 @@ def check(experiment: Experiment) -> None:
     experiment.results()
     assert "**no**" in (experiment.folder / "docs" / "results.md").read_text()
 
+    # Equal logs agree with their record, others do not; runs side by side have equal scores.
+    repeated = experiment.folder / "repeated"
+    compare = ["tiny", "--record", str(experiment.folder / "logs"), "--repeated", str(repeated)]
+    experiment.run("--jobs", "2", "--out", str(experiment.folder / "again"), "--logs", str(repeated))
+    assert "DIFFERS" not in experiment._script("compare.py", *compare, status=0)
+    record = experiment.folder / "logs" / "tiny.jsonl.xz"
+    changed = [{**line, "metric": line["metric"] + 1} if line["kind"] == "score" else line for line in lines]
+    record.write_bytes(lzma.compress("".join(json.dumps(line) + "\n" for line in changed).encode()))
+    assert "DIFFERS" in experiment._script("compare.py", *compare, status=1)
+
     # Mistakes.
     assert "expected one of trained, replaced" in experiment.run("--family", "none", status=1)
     experiment.plan.write_text(PLAN.replace("seeds", "seedlings"))

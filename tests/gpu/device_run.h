@@ -6,9 +6,12 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
+#include "cases/cases.h"
 #include "cases/problem.h"
 #include "coterie/attention.h"
 #include "tests/gpu/device_tensor.h"
@@ -99,6 +102,40 @@ struct DeviceRun {
     return all;
   }
 };
+
+// The values of a problem that make_problem made with this seed, in fp32.
+inline cases::Problem in_fp32(const cases::Case& c, const cases::Problem& problem,
+                              std::uint64_t seed) {
+  cases::Case wide = c;
+  wide.dtype = DType::f32;
+  cases::Problem copy = cases::make_problem(wide, seed);
+  copy.mechanism = problem.mechanism;
+  const auto same = [](const TensorView& from, const TensorView& to) {
+    if (from.present()) write_values(to, read_values(from));
+  };
+  same(problem.inputs.q, copy.inputs.q);
+  same(problem.inputs.k, copy.inputs.k);
+  same(problem.inputs.v, copy.inputs.v);
+  same(problem.inputs.centroids, copy.inputs.centroids);
+  same(problem.inputs.gate, copy.inputs.gate);
+  same(problem.inputs.logit_scale, copy.inputs.logit_scale);
+  same(problem.grad_out, copy.grad_out);
+  return copy;
+}
+
+// In the Frobenius norm, relative to what is expected, whose norm is taken to be `least` at least.
+inline void expect_near(const char* name, const DeviceTensor& actual, const TensorView& expected,
+                        double bound, double least = 0) {
+  if (!expected.present()) return;
+  const std::vector<double> got = read_values(actual.download()), want = read_values(expected);
+  double error = 0, norm = 0;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    error += std::pow(got[i] - want[i], 2);
+    norm += std::pow(want[i], 2);
+  }
+  EXPECT_LE(std::sqrt(error), bound * std::max(std::sqrt(norm), least)) << name;
+  EXPECT_GT(norm + least, 0) << name;
+}
 
 // No row of the results has a larger error than its own terms allow. The norm of the whole tensor
 // would not do: one wrong row among 65,536 is 0.4 % of it.

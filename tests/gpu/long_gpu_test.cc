@@ -99,44 +99,12 @@ std::vector<Case> long_cases() {
   return all;
 }
 
-// The same values in fp32.
-Problem in_fp32(const Case& c, const Problem& problem) {
-  Case wide = c;
-  wide.dtype = DType::f32;
-  Problem copy = cases::make_problem(wide, 1);
-  copy.mechanism = problem.mechanism;
-  const auto same = [](const TensorView& from, const TensorView& to) {
-    if (from.present()) write_values(to, read_values(from));
-  };
-  same(problem.inputs.q, copy.inputs.q);
-  same(problem.inputs.k, copy.inputs.k);
-  same(problem.inputs.v, copy.inputs.v);
-  same(problem.inputs.centroids, copy.inputs.centroids);
-  same(problem.inputs.gate, copy.inputs.gate);
-  same(problem.inputs.logit_scale, copy.inputs.logit_scale);
-  same(problem.grad_out, copy.grad_out);
-  return copy;
-}
-
-void expect_near(const char* name, const gpu_test::DeviceTensor& actual, const TensorView& expected,
-                 double bound) {
-  if (!expected.present()) return;
-  const std::vector<double> got = read_values(actual.download()), want = read_values(expected);
-  double error = 0, norm = 0;
-  for (std::size_t i = 0; i < got.size(); ++i) {
-    error += std::pow(got[i] - want[i], 2);
-    norm += std::pow(want[i], 2);
-  }
-  EXPECT_LE(std::sqrt(error), bound * std::sqrt(norm)) << name;
-  EXPECT_GT(norm, 0) << name;
-}
-
 class LongGpuTest : public ::testing::TestWithParam<Case> {};
 
 TEST_P(LongGpuTest, AgreesWithTheCpu) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
   const Case& c = GetParam();
-  const Problem problem = cases::make_problem(c, 1), reference = in_fp32(c, problem);
+  const Problem problem = cases::make_problem(c, 1), reference = gpu_test::in_fp32(c, problem, 1);
   gpu_test::DeviceRun run(problem);
   run.forward();
   run.backward();
@@ -149,14 +117,14 @@ TEST_P(LongGpuTest, AgreesWithTheCpu) {
   // CAST, except in the Hopper kernels, rounds the mix and the members' parts before adding them.
   const bool more = std::holds_alternative<CastParams>(problem.mechanism) &&
                     (c.Dk % 8 != 0 || !cuda::on_hopper());
-  expect_near("out", run.out, host.result.out,
-              (more ? 4.0 / 3 : 1.0) * gpu_test::bound(c.dtype, false));
+  gpu_test::expect_near("out", run.out, host.result.out,
+                        (more ? 4.0 / 3 : 1.0) * gpu_test::bound(c.dtype, false));
   const double bound = gpu_test::bound(c.dtype, true);
-  expect_near("dq", run.dq, host.gradients.dq, bound);
-  expect_near("dk", run.dk, host.gradients.dk, bound);
-  expect_near("dv", run.dv, host.gradients.dv, bound);
-  expect_near("dcentroids", run.dcentroids, host.gradients.dcentroids, bound);
-  expect_near("dgate", run.dgate, host.gradients.dgate, bound);
+  gpu_test::expect_near("dq", run.dq, host.gradients.dq, bound);
+  gpu_test::expect_near("dk", run.dk, host.gradients.dk, bound);
+  gpu_test::expect_near("dv", run.dv, host.gradients.dv, bound);
+  gpu_test::expect_near("dcentroids", run.dcentroids, host.gradients.dcentroids, bound);
+  gpu_test::expect_near("dgate", run.dgate, host.gradients.dgate, bound);
   gpu_test::expect_rows(problem, run);
 }
 

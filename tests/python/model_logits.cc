@@ -17,7 +17,7 @@ int main(int, char** arguments) {
   using namespace coterie;
   const train::Checkpoint checkpoint = train::load_checkpoint(arguments[1]);
   const train::Config config = train::parse_config(checkpoint.config, arguments[1]);
-  torch_api::LanguageModel model = train::make_model(config, *train::make_task(config));
+  torch_api::Model model = train::make_model(config, *train::make_task(config));
   train::load_module(*model, checkpoint.model, arguments[1]);
   model->eval();
   const at::Tensor tokens =

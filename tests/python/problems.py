@@ -59,6 +59,7 @@ class Problem:
         lengths = self.options.get("q_lengths"), self.options.get("k_lengths")
         dropout_seed = torch.tensor([5]) if dropout else None
         rest = (self.spec, 0.0, self.options["causal"], self.options["seed"], dropout)
+        rest += (0, 1)  # all heads
         return (*tensors, *lengths, *[None] * 3, dropout_seed, *rest)
 
     def differentiable(self) -> Problem:

@@ -154,7 +154,7 @@ def test_choice(model: Path, data: Path, tmp_path: Path) -> None:
     (["--task", "sts-b", "--data", "none"], "no such file"),
     (["--task", "glue", "--glue", "CoLA", "--data", "DATA"], "CoLA/train.tsv"),
     (["--task", "sts-b", "--data", "DATA", "--target", "0.1"], "--task text"),
-    (["--data", "DATA", "--attention", "routing(clusters=2,window=4)"], "learned tensors"),
+    (["--data", "DATA", "--attention", "routing(clusters=2,window=4)"], "centroids; got one with none"),
     (["--data", "DATA", "--attention", "3*full"], "heads"),
     (["--data", "DATA/text.txt", "--length", "100k"], "too short"),
     (["--data", "DATA", "--target", "2"], "from 1e-06 to 1"),

@@ -54,6 +54,11 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(calibration, "_run", fake)
     monkeypatch.setattr(calibration, "_time_of", lambda call: float(4))
+    monkeypatch.setattr(calibration, "_time_of_pass", lambda model, one: 5.0 - _layers_with_specs(model))
+
+
+def _layers_with_specs(model: Any) -> int:
+    return sum(calibration.NAME in module._modules for module in model.modules())
 
 
 @torch.no_grad()
@@ -68,6 +73,16 @@ def test_where_nothing_is_faster_all_heads_stay_full(monkeypatch: pytest.MonkeyP
     assert all("no spec is faster" in reason for layer in found.layers for reason in layer.reasons)
     found.apply(model)
     assert torch.equal(model(samples[0]).last_hidden_state, before)
+
+
+@torch.no_grad()
+def test_what_is_not_faster_as_a_whole_is_given_up(fast: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_time_of_pass", lambda model, one: 5.0 + _layers_with_specs(model))
+    found = coterie.calibrate(_bert(), _samples(), target=0.3, ladder=LADDER)
+    assert set(found.specs.values()) == {"full"}
+    assert found.verified == 0
+    assert found.seconds == found.full_seconds == 5.0
+    assert all("the whole model is not faster" in r for layer in found.layers for r in layer.reasons)
 
 
 @pytest.mark.parametrize("target", [1e-3, 0.03, 0.3])
@@ -87,6 +102,7 @@ def test_the_verified_error_is_that_of_the_model(fast: None, target: float) -> N
     if target > 0.1:
         assert any(layer.spec != "full" for layer in found.layers)
         assert found.time < found.full_time
+        assert found.seconds < found.full_seconds
     for layer in found.layers:
         for spec, reason in zip(layer.heads, layer.reasons, strict=True):
             assert (spec == "full") == bool(reason)

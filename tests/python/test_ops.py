@@ -50,7 +50,7 @@ def test_saved_tensors_of_packed_sequences_have_the_layout() -> None:
     q, k, v = torch.randn(3, 1, 2, 20, 8)
     cu = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
     none = (None, None, None, None, None)
-    settings = ("i-clustered(clusters=3,topk=4)", 0.0, False, 0, 0.0)
+    settings = ("i-clustered(clusters=3,topk=4)", 0.0, False, 0, 0.0, 0, 1)
     arguments = (q, k, v, *none, cu, cu, None, None, *settings)
     torch.library.opcheck(C.attention.default, arguments)
 
@@ -114,7 +114,8 @@ def test_steps_of_strict_routing_are_the_parallel_pass(
     centroids, scale = torch.randn(Hkv, C_, D, dtype=wide), torch.rand(H, dtype=wide) + 0.2
     keys = None if shared else k
     none = (None,) * 6
-    out, _ = C.attention(q, keys, v, centroids, None, scale, *none, spec, 0.0, True, 0, 0.0)
+    settings = (spec, 0.0, True, 0, 0.0, 0, 1)
+    out, _ = C.attention(q, keys, v, centroids, None, scale, *none, *settings)
     key_heads = H if shared else Hkv
     rings = [torch.zeros(B, key_heads, C_ * 4, D, dtype=wide) for _ in range(2)]
     rings.append(torch.zeros(B, key_heads, C_, dtype=torch.int64))

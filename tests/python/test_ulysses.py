@@ -38,6 +38,15 @@ SPECS = [
     ("routing(clusters=3,window=6)", True),
     ("2*full+2*local(window=4)", True),
     ("2*local(window=4)+2*routing(clusters=3,window=6,share_qk=true)", True),
+    ("clustered(clusters=4)", False),
+    ("clustered(clusters=4,clustering=hamming)", False),
+    ("i-clustered(clusters=4,topk=6)", False),
+    ("i-clustered(clusters=4,topk=6,near=4)", False),
+    ("lsh(rounds=2,chunk=8,buckets=4)", False),
+    ("cast(clusters=3,size=8)", False),
+    ("cast(clusters=3,size=8,mode=single,activation=laplace)", False),
+    ("cast(clusters=3,size=8,heads=separate)", False),
+    ("2*full+2*cast(clusters=3,size=8,gate_scale=false)", False),
 ]
 
 
@@ -45,27 +54,48 @@ def _rows(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def _check_spec(spec: str, causal: bool, group: DeviceMesh, N: int) -> None:
+def _states(spec: str, causal: bool, gate: Tensor, leaves: list[Tensor]) -> list[coterie.State]:
+    """One per group; surrogate tokens become leaves."""
+    state = coterie.init_state(spec, 4, 8, causal=causal, dtype=torch.float64)
+    states = [state] if isinstance(state, coterie.State) else list(state)
+    for i, own in enumerate(states):
+        if own.surrogates is not None:
+            leaves.append(own.surrogates.requires_grad_())
+            states[i] = own._replace(gate=gate)
+    return states
+
+
+def _check_spec(
+    spec: str, causal: bool, group: DeviceMesh, N: int, dropout: float = 0.0
+) -> None:
     leaves = [_rows(2, 4, N, 8, seed=s).requires_grad_() for s in (1, 2, 3)]
-    shared = "share_qk" in spec
+    gate = _rows(2, N, seed=4).requires_grad_()
+    states = _states(spec, causal, gate, leaves)
     mine = positions(N, group)
 
     def call(attend: Callable[..., Tensor], own: slice) -> Tensor:
-        q, k, v = (x[:, :, own] for x in leaves)
-        k = k[:, :2] if shared else k  # only the first group takes keys
-        state = coterie.init_state(spec, 4, 8, causal=causal, dtype=torch.float64)
-        return attend(q, k, v, spec, state=state, causal=causal, seed=3)
+        q, k, v = (x[:, :, own] for x in leaves[:3])
+        keys = sum(g.key_heads for g in coterie.head_groups(spec, 4, causal))
+        k = k[:, :keys] if keys else None  # of the groups that take keys
+        state = [x if x.gate is None else x._replace(gate=gate[:, own]) for x in states]
+        torch.manual_seed(5)
+        options = {"causal": causal, "seed": 3, "dropout_p": dropout}
+        return attend(q, k, v, spec, state=state, **options)
 
+    if len(leaves) > 3:
+        leaves.append(gate)
     whole = call(coterie.attention, slice(0, N))
     weights = _rows(*whole.shape, seed=5)
-    wanted = torch.autograd.grad((whole * weights).sum(), leaves)
+    wanted = torch.autograd.grad((whole * weights).sum(), leaves, materialize_grads=True)
 
     def split(*args: object, **options: object) -> Tensor:
         return ulysses(coterie.attention, *args, group=group, length=N, **options)
 
     part = call(split, mine)
     torch.testing.assert_close(part, whole[:, :, mine], msg=lambda text: f"{spec}: {text}")
-    got = torch.autograd.grad((part * weights[:, :, mine]).sum(), leaves)
+    got = torch.autograd.grad(
+        (part * weights[:, :, mine]).sum(), leaves, materialize_grads=True
+    )
     for ours, theirs in zip(got, wanted, strict=True):
         dist.all_reduce(ours, group=group.get_group())
         torch.testing.assert_close(ours, theirs)
@@ -88,9 +118,6 @@ def _check_any_attention(group: DeviceMesh) -> None:
     )
     with pytest.raises(ValueError, match="3 query and 3 key/value heads"):
         ulysses(coterie.attention, *[x[:, :3, mine] for x in (q, k, v)], "full", group=group)
-    with pytest.raises(ValueError, match="cannot be split"):
-        spec = "cast(clusters=3,size=8)"
-        ulysses(coterie.attention, *[x[:, :, mine] for x in (q, k, v)], spec, group=group)
     with pytest.raises(ValueError, match="heads of full"):
         spec = "1*full+3*local(window=4)"
         ulysses(coterie.attention, *[x[:, :, mine] for x in (q, k, v)], spec, group=group)
@@ -172,8 +199,10 @@ def _work(rank: int, folder: str) -> None:
             positions(4, mesh)
         for spec, causal in SPECS:
             _check_spec(spec, causal, mesh["context"], 21)
+            _check_spec(spec, causal, mesh["context"], 20, dropout=0.3)
         _check_any_attention(mesh["context"])
-        _check_spec("full", True, init_device_mesh("cpu", (WORLD,)), 22)
+        for spec in ("full", "i-clustered(clusters=4,topk=6)", "cast(clusters=3,size=8)"):
+            _check_spec(spec, False, init_device_mesh("cpu", (WORLD,)), 22)
         _check_wrappers(rank, folder)
     except BaseException:
         report = traceback.format_exc()

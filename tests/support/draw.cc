@@ -319,6 +319,7 @@ Case draw_case(std::uint64_t seed, Form form) {
   if (seed % 9 == 7 && draw.chance(70))
     c.scale = 0.3;  // smaller logits than with routing's default scale
   if (draw.chance(30)) c.dropout = draw.among({0.1, 0.1, 0.3, 0.5, 0.9});
+  c.part = draw.chance(20);
   return cases::completed(c);
 }
 
@@ -356,6 +357,7 @@ std::string describe(const Case& c) {
   text << kLengths[static_cast<int>(c.lengths)] << kLayouts[static_cast<int>(c.layout)] << " "
        << cases::data_name(c.data);
   if (c.scale != 0.0) text << " scale=" << c.scale;
+  if (c.part) text << " part";
   if (c.dropout != 0.0) text << " dropout=" << c.dropout;
   return text.str();
 }

@@ -304,11 +304,39 @@ TEST(SetSpec, RefusesWhatTheGroupLacks) {
     EXPECT_NE(error.find(words), std::string::npos) << error;
     EXPECT_EQ(layer->spec().to_string(), "2*full+2*routing(clusters=3,window=4)");
   };
-  expect_refusal("full", "as many heads as in \"2*full+2*routing(clusters=3,window=4)\"");
+  expect_refusal("3*full+1*local(window=3)",
+                 "as many heads as in \"2*full+2*routing(clusters=3,window=4)\"");
   expect_refusal("2*full+2*routing(clusters=4,window=4)", "with 4 centroids; got one with 3");
   expect_refusal("2*cast(clusters=3,size=4)+2*full", "3 surrogate tokens; got one with none");
   expect_refusal("2*lsh+2*full", "expected a mechanism like full, whose keys are separate");
   expect_refusal("2*full(positions=relative)+2*full", "trained with positions=relative");
+}
+
+TEST(SetSpec, GroupsMayChangeWhereNothingIsLearned) {
+  SelfAttention layer = make_layer({}, "2*full+2*full(positions=none)");
+  const at::Tensor x = at::randn({1, 20, 32});
+  const at::Tensor out = layer->forward(x, {}).out;
+  const auto expect_same = [&](const char* spec, bool same) {
+    layer->set_spec(AttentionSpec::parse(spec));
+    EXPECT_EQ(layer->spec().to_string(), AttentionSpec::parse(spec).to_string());
+    EXPECT_EQ(at::allclose(layer->forward(x, {}).out, out, 1e-4, 1e-5), same) << spec;
+  };
+  expect_same("full", true);  // heads keep their positions
+  expect_same("oracle-top(topk=20)", true);
+  expect_same("1*full+2*i-clustered(clusters=3,topk=20)+1*full", true);
+  expect_same("1*full+2*i-clustered(clusters=3,topk=20,positions=none)+1*full", false);
+  expect_same("1*full+3*local(window=3)", false);
+  expect_same("2*full+2*full", true);
+  EXPECT_EQ(layer->named_children().size(), 6u);  // projections and two groups
+  const auto expect_refusal = [&](const char* spec, const char* words) {
+    const std::string error = test::error_of([&] { layer->set_spec(AttentionSpec::parse(spec)); });
+    EXPECT_NE(error.find(words), std::string::npos) << error;
+    EXPECT_EQ(layer->spec().to_string(), "2*full+2*full");
+  };
+  expect_refusal("1*full+3*routing(clusters=2,window=4)", "without learned tensors");
+  expect_refusal("1*full+3*lsh", "separate keys");
+  expect_refusal("3*full", "heads");
+  EXPECT_TRUE(at::allclose(layer->forward(x, {}).out, out, 1e-4, 1e-5));
 }
 
 TEST(UpdateCentroids, MovesThemByQueriesThenKeys) {

@@ -180,14 +180,26 @@ TEST(CtcModel, LearnsABatchByHeart) {
                       .symbols = 4,
                       .transformer = transformer_options("clustered(clusters=6)", false)});
   const at::Tensor frames = at::randn({2, 20, 5}), lengths = at::tensor({20, 15}, at::kLong);
-  const at::Tensor targets = at::tensor({1, 2, 3, 4, 4, 4, 1, 0}, at::kLong).view({2, 4});
-  const at::Tensor target_lengths = at::tensor({4, 3}, at::kLong);
+  const at::Tensor targets = at::tensor({1, 2, 3, 4, 4, 4, 1, -100}, at::kLong).view({2, 4});
   EXPECT_LT(overfit(*model,
                     [&] {
                       const PassOutput output = model->forward(frames, {.lengths = lengths});
-                      return model->loss(output, lengths, targets, target_lengths);
+                      return model->nats(output.out, targets, lengths) / 7;
                     }),
             kLearned);
+}
+
+// Two frames, one target: the alignments are (blank, a), (a, blank) and (a, a).
+TEST(CtcModel, CountsAllAlignments) {
+  CtcModel model(CtcModelOptions{
+      .features = 1, .symbols = 2, .transformer = transformer_options("full", false)});
+  const at::Tensor p = at::tensor({0.5, 0.3, 0.2, 0.6, 0.1, 0.3}, at::kDouble).view({1, 2, 3});
+  const at::Tensor target = at::tensor({1, kNoTarget}, at::kLong).view({1, 2});
+  EXPECT_NEAR(model->nats(p.log(), target, {}).item<double>(),
+              -std::log(0.5 * 0.1 + 0.3 * 0.6 + 0.3 * 0.1), 1e-12);
+  // Three targets do not fit into two frames.
+  EXPECT_EQ(model->nats(p.log(), at::tensor({1, 2, 1}, at::kLong).view({1, 3}), {}).item<double>(),
+            0.0);
 }
 
 ImageModelOptions image_options(const std::string& spec) {
@@ -210,6 +222,10 @@ TEST(ImageModel, SeesEarlierValuesOnly) {
   EXPECT_TRUE(at::allclose(again.narrow(1, 0, 11), out.narrow(1, 0, 11), 1e-5, 1e-5));
   EXPECT_FALSE(at::allclose(again.narrow(1, 11, 13), out.narrow(1, 11, 13), 1e-3, 1e-3));
   EXPECT_THROW(model->forward(images.transpose(1, 2)), Error);
+  // The first values alone.
+  const at::Tensor first = model->forward(images.flatten(1).narrow(1, 0, 10)).out;
+  EXPECT_TRUE(at::allclose(first, out.narrow(1, 0, 10), 1e-5, 1e-5));
+  EXPECT_THROW(model->forward(at::zeros({2, 25}, at::kLong)), Error);
 }
 
 TEST(ImageModel, LearnsABatchByHeart) {

@@ -21,7 +21,7 @@ struct Step {
 };
 
 Step step_of(const Config& config, const Batch& batch, std::int64_t micro_batch) {
-  torch_api::LanguageModel model = make_model(config, *make_task(config));
+  torch_api::Model model = make_model(config, *make_task(config));
   model->to(at::kDouble);
   Step step;
   step.loss = add_gradients(model, batch,
@@ -82,7 +82,7 @@ TEST(Gradients, DoNotDependOnTheSplitIntoMicroBatches) {
     config.recall.causal = causal;
     config.model.positions = "sinusoidal";  // equal tokens would tie, and rounding would decide
     const Batch batch = uneven_batch(config);
-    torch_api::LanguageModel fresh = make_model(config, *make_task(config));
+    torch_api::Model fresh = make_model(config, *make_task(config));
     fresh->to(at::kDouble);
     const Step whole = step_of(config, batch, 0);
     for (std::size_t i = 0; i < whole.buffers.size(); ++i) {
@@ -104,7 +104,7 @@ TEST(Gradients, DoNotDependOnTheSplitIntoMicroBatches) {
 TEST(Gradients, LossIsTheMeanOverAskedPositions) {
   const Config config = tiny_config("copy");
   const auto task = make_task(config);
-  torch_api::LanguageModel model = make_model(config, *task);
+  torch_api::Model model = make_model(config, *task);
   const Batch batch = task->batch(Split::train, 0, 8);
   const Score score = score_of(model->forward(batch.tokens).out.detach(), batch);
   EXPECT_GT(score.count, 0);
@@ -115,7 +115,7 @@ TEST(Gradients, LossIsTheMeanOverAskedPositions) {
 TEST(Gradients, ABatchThatAsksNothingHasLossZero) {
   const Config config = tiny_config("copy");
   const auto task = make_task(config);
-  torch_api::LanguageModel model = make_model(config, *task);
+  torch_api::Model model = make_model(config, *task);
   Batch batch = task->batch(Split::train, 0, 2);
   batch.targets.fill_(kIgnore);
   EXPECT_EQ(add_gradients(model, batch, {}).loss.item<double>(), 0.0);
@@ -187,7 +187,7 @@ TEST(Evaluate, IsWithoutDropoutAndLeavesTheModelTraining) {
   Config config = tiny_config("recall");
   config.model.dropout = 0.5;
   const auto task = make_task(config);
-  torch_api::LanguageModel model = make_model(config, *task);
+  torch_api::Model model = make_model(config, *task);
   model->train();
   const Evaluation first = evaluate(model, *task, {.rows = 8, .batches = 2});
   const Evaluation second = evaluate(model, *task, {.rows = 8, .batches = 2});

@@ -25,7 +25,7 @@ Config bytes_config() {
 std::string export_error(const Config& config, const std::string& attention = "") {
   const TemporaryFolder folder;
   const auto task = make_task(config);
-  torch_api::LanguageModel model = make_model(config, *task);
+  torch_api::Model model = make_model(config, *task);
   try {
     if (!attention.empty()) {
       model->transformer()->set_attention({AttentionSpec::parse(attention)});
@@ -41,7 +41,7 @@ TEST(HuggingFace, HeadsHaveTheirRowsTogether) {
   const TemporaryFolder folder;
   const Config config = bytes_config();
   const auto task = make_task(config);
-  torch_api::LanguageModel model = make_model(config, *task);
+  torch_api::Model model = make_model(config, *task);
   write_huggingface(folder.path("hf"), model, *task, config.length);
 
   const NamedTensors own = module_tensors(*model),
@@ -117,7 +117,7 @@ TEST(HuggingFace, OnlyAFolderOfAnExportIsReplaced) {
   const TemporaryFolder folder;
   const Config config = bytes_config();
   const auto task = make_task(config);
-  const torch_api::LanguageModel model = make_model(config, *task);
+  const torch_api::Model model = make_model(config, *task);
   std::filesystem::create_directories(folder.path("hf"));
   write_huggingface(folder.path("hf"), model, *task, config.length);
   write_huggingface(folder.path("hf"), model, *task, config.length);

@@ -252,7 +252,7 @@ TEST(Inspect, LooksIntoEveryGroupOfAModel) {
   config.model.heads = 4;
   config.attention = "1*local(window=8)+3*clustered(clusters=4)";
   const std::unique_ptr<Task> task = make_task(config);
-  torch_api::LanguageModel model = make_model(config, *task);
+  torch_api::Model model = make_model(config, *task);
   model->train();
   const Inspection inspection = inspect(model, *task, 2, /*seed=*/1);
   EXPECT_TRUE(model->is_training());

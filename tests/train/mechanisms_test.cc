@@ -78,7 +78,7 @@ bool generates(const std::string& attention, bool causal) {
 
 void expect_inspection_and_text(const Config& config, const std::string& checkpoint, bool causal) {
   const std::unique_ptr<Task> task = make_task(config);
-  torch_api::LanguageModel model = make_model(config, *task);
+  torch_api::Model model = make_model(config, *task);
   load_module(*model, load_checkpoint(checkpoint).model, checkpoint);
   for (const GroupReport& group : inspect(model, *task, 2, /*seed=*/1).groups) {
     for (const HeadReport& head : group.heads) {

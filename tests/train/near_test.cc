@@ -51,15 +51,15 @@ Config recipe(const TemporaryFolder& folder) {
   return config;
 }
 
-torch_api::LanguageModel trained_model(const Config& config, const Task& task) {
+torch_api::Model trained_model(const Config& config, const Task& task) {
   const TrainResult result = train(config, task, /*resume=*/false, {});
-  torch_api::LanguageModel model = make_model(config, task);
+  torch_api::Model model = make_model(config, task);
   load_module(*model, load_checkpoint(result.checkpoint).model, result.checkpoint);
   return model;
 }
 
 // Bits per masked byte with `attention` in all layers.
-double bits(torch_api::LanguageModel& model, const Task& task, const std::string& attention) {
+double bits(const torch_api::Model& model, const Task& task, const std::string& attention) {
   model->transformer()->set_attention({AttentionSpec::parse(attention)});
   return evaluate(model, task, {.rows = 4, .batches = 4}).metric;
 }
@@ -73,7 +73,7 @@ TEST(NearRecipe, NearKeysKeepWhatRotaryHeadsHaveLearned) {
   const TemporaryFolder folder;
   const Config config = recipe(folder);
   const auto task = make_task(config);
-  torch_api::LanguageModel model = trained_model(config, *task);
+  torch_api::Model model = trained_model(config, *task);
   const double full = bits(model, *task, config.attention);
   const double frequencies = task->baselines().at(0).value;
   EXPECT_LT(full, 0.8 * frequencies);  // it has learned from the letters beside
@@ -92,7 +92,7 @@ TEST(SaveRows, WritesWhatAttentionReceives) {
   Config config = tiny_config("masked");
   config.attention = "1*full+1*full(positions=none)";
   const auto task = make_task(config);
-  torch_api::LanguageModel model = make_model(config, *task);
+  torch_api::Model model = make_model(config, *task);
   const std::string out = folder.path("rows");
   const std::vector<std::string> paths = save_rows(model, *task, {.folder = out, .rows = 3});
   ASSERT_EQ(paths.size(), 4u);  // two layers of two groups
@@ -116,7 +116,7 @@ TEST(SaveRows, RowsThatDoNotExistOrDifferInLengthAreRefused) {
   config.data = folder.path("text");
   write_file(config.data, chain_of_letters(2000));  // valid: 100 bytes in rows of 34
   const auto task = make_task(config);
-  torch_api::LanguageModel model = make_model(config, *task);
+  torch_api::Model model = make_model(config, *task);
   for (const std::int64_t rows : {0, 3, 4}) {
     EXPECT_THROW(save_rows(model, *task, {.folder = folder.path("rows"), .rows = rows}), Error)
         << rows;

@@ -242,9 +242,17 @@ TEST(PretrainedRun, ApproximatesAndChooses) {
   choice.ladder = {"clustered(clusters=2)", "i-clustered(clusters=4,topk=8)", "full"};
   choice.targets = {1e-6, 0.5};
   choice.seconds = 0;
-  const Calibration found = calibrate(encoder, {texts[0], texts[1]}, {texts[2], texts[3]}, choice);
+  std::vector<at::Tensor> rows;
+  for (const EncodedText& text : texts) rows.push_back(encoder_batch({&text}, 0, at::kCPU).tokens);
+  const std::vector<at::Tensor> batches = equal_batches(rows, 100);
+  ASSERT_EQ(batches.size(), 2u);
+  EXPECT_EQ(batches[0].size(0), 2);
+  const Calibration found =
+      calibrate(calibrated_model(encoder), {batches[0]}, {batches[1]}, choice);
   ASSERT_EQ(found.targets.size(), 2u);
   EXPECT_EQ(found.uniform.size(), 3u);
+  ASSERT_EQ(found.seconds.size(), 2u);  // layers
+  EXPECT_EQ(found.seconds[1].size(), 3u);
   for (const CalibratedTarget& target : found.targets) {
     EXPECT_LE(target.measured.error, target.target);
   }

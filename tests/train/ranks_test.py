@@ -264,6 +264,45 @@ class ContextParallel(RankTest):
         counted = self.log("four", "end")[0]["collectives"]["sequences"]["bytes"]
         self.assertEqual(counted, 6 * sent(3, "ffb") + (2 + 2 + 3) * sent(6, "f"))
 
+    def test_every_mechanism_chooses_as_in_one_process(self) -> None:
+        """Random starts, hashes and dropout go by the numbers of all rows and heads."""
+        layers = [
+            "2*clustered(clusters=5)+2*clustered(clusters=5,clustering=hamming)",
+            "4*i-clustered(clusters=4,topk=6,near=4)",
+            "2*lsh(rounds=2,chunk=8,buckets=4)+2*i-clustered(clusters=4,topk=6)",
+            "2*cast(clusters=4,size=10)+2*full",
+            "2*cast(clusters=4,size=10,mode=single)+2*cast(clusters=3,size=9,heads=separate)",
+            "2*routing(clusters=3,window=8)+2*oracle-top(topk=5)",
+        ]
+        options = [*SMALL, "--recall.causal", "false", "--model.attention-dropout", "0.2"]
+        options += ["--train.steps", "4", "--model.layers", str(len(layers))]
+        for number, spec in enumerate(layers):
+            options += ["--attention-at", str(number), spec]
+        self.run_ranks(1, *options, "--out", str(self.folder / "one"))
+        self.run_ranks(2, *options, "--out", str(self.folder / "data"))
+        split = ["--train.context", "2"]
+        self.run_ranks(2, *options, *split, "--out", str(self.folder / "context"))
+        micro = ["--train.micro-batch", "2", "--model.recompute"]
+        self.run_ranks(4, *options, *split, *micro, "--out", str(self.folder / "both"))
+        for name in ("data", "context", "both"):
+            self.expect_close(name, "one", CLOSE)
+        sizes = [
+            scaling.Layer(4, 4, 4),
+            scaling.Layer(4, 4, 4),
+            scaling.Layer(4, 2, 4),  # lsh has no keys
+            scaling.Layer(4, 4, 4, gates=1, together=4),
+            scaling.Layer(4, 4, 4, gates=2, together=4),
+            scaling.Layer(4, 4, 4),
+        ]
+
+        def sent(passes: str) -> int:
+            size: int = scaling.exchange_bytes(sizes, 4, 6, 34, 2, 4, passes)
+            return size
+
+        counted = self.log("context", "end")[0]["collectives"]["sequences"]["bytes"]
+        # The first pass, for centroids, has a forward pass only.
+        self.assertEqual(counted, 4 * sent("fb") + (1 + 3 + 5) * sent("f"))
+
     def test_heads_that_do_not_divide_are_refused(self) -> None:
         words = [
             *SMALL,

@@ -67,13 +67,16 @@ std::vector<Config> all_configs(const TemporaryFolder& folder) {
 }
 
 TEST(Tasks, AreFoundByName) {
-  EXPECT_EQ(task_names(),
-            (std::vector<std::string>{"copy", "recall", "bytes", "masked", "words", "tokens"}));
+  EXPECT_EQ(task_names(), (std::vector<std::string>{"copy", "recall", "bytes", "masked", "words",
+                                                    "tokens", "listops", "pathfinder", "images",
+                                                    "imdb", "retrieval", "speech"}));
   const TemporaryFolder folder;
   for (const Config& config : all_configs(folder))
     EXPECT_EQ(make_task(config)->name(), config.task);
-  EXPECT_EQ(error_of(config_for("paste", 64)),
-            "[task] expected one of copy, recall, bytes, masked, words, tokens; got \"paste\"");
+  EXPECT_EQ(
+      error_of(config_for("paste", 64)),
+      "[task] expected one of copy, recall, bytes, masked, words, tokens, listops, pathfinder, "
+      "images, imdb, retrieval, speech; got \"paste\"");
 }
 
 TEST(Tasks, BatchesArePureFunctionsOfSeedSplitAndIndex) {

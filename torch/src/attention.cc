@@ -76,16 +76,10 @@ SelfAttentionImpl::SelfAttentionImpl(SelfAttentionOptions options)
   const std::int64_t E = options_.dim, H = options_.heads, D = E / H;
   slices_ = head_slices(options_.spec, H, kv_heads_);
   const std::int64_t key_heads = slices_.back().first_key + slices_.back().key_count;
-  for (std::size_t g = 0; g < slices_.size(); ++g) {
-    groups_.push_back(std::make_shared<HeadGroupImpl>(
-        HeadGroupOptions{.spec = options_.spec.groups[g],
-                         .dim = E,
-                         .head_dim = D,
-                         .heads = slices_[g].count,
-                         .kv_heads = slices_[g].kv_count,
-                         .causal = options_.causal,
-                         .rotary_base = options_.rotary_base,
-                         .seed = group_seed(options_.seed, 0, static_cast<std::int64_t>(g))}));
+  groups_ = make_groups(options_.spec);
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    trained_positions_.insert(trained_positions_.end(), static_cast<std::size_t>(slices_[g].count),
+                              groups_[g]->positions());
   }
   const auto linear = [&](const char* name, std::int64_t in, std::int64_t out) {
     const auto settings = ::torch::nn::LinearOptions(in, out).bias(options_.bias);
@@ -95,9 +89,25 @@ SelfAttentionImpl::SelfAttentionImpl(SelfAttentionOptions options)
   if (key_heads > 0) k_ = linear("k", E, key_heads * D);
   v_ = linear("v", E, kv_heads_ * D);
   out_ = linear("out", H * D, E);
-  for (std::size_t g = 0; g < groups_.size(); ++g) {
+  for (std::size_t g = 0; g < groups_.size(); ++g)
     register_module("group_" + std::to_string(g), groups_[g]);
+}
+
+SelfAttentionImpl::Groups SelfAttentionImpl::make_groups(const AttentionSpec& spec) const {
+  const std::vector<HeadSlice> slices = head_slices(spec, options_.heads, kv_heads_);
+  Groups groups;
+  for (std::size_t g = 0; g < slices.size(); ++g) {
+    groups.push_back(std::make_shared<HeadGroupImpl>(
+        HeadGroupOptions{.spec = spec.groups[g],
+                         .dim = options_.dim,
+                         .head_dim = options_.dim / options_.heads,
+                         .heads = slices[g].count,
+                         .kv_heads = slices[g].kv_count,
+                         .causal = options_.causal,
+                         .rotary_base = options_.rotary_base,
+                         .seed = group_seed(options_.seed, 0, static_cast<std::int64_t>(g))}));
   }
+  return groups;
 }
 
 // Slices of the projections, without copies.
@@ -149,11 +159,13 @@ std::vector<HeadRows> SelfAttentionImpl::whole_sequences(std::vector<HeadRows> r
 AttentionOptions SelfAttentionImpl::group_options(std::size_t group, const at::Tensor& x_BNE,
                                                   const PassContext& context) {
   const auto number = static_cast<std::int64_t>(group);
-  AttentionOptions options = groups_[group]->attention_options(x_BNE, HeadPart(context.ranks));
+  const HeadPart part(context.ranks);
+  AttentionOptions options = groups_[group]->attention_options(x_BNE, part);
   options.q_lengths = options.k_lengths = context.lengths;
   options.seed = group_seed(context.seed, context.layer, number);
   if (is_training()) options.dropout = options_.dropout;
   options.dropout_seed = group_seed(context.dropout_seed, context.layer, number);
+  options.part = {context.first_row, part.index, part.count};
   return options;
 }
 
@@ -162,15 +174,19 @@ PassOutput SelfAttentionImpl::attended(const at::Tensor& x_BNE, const PassContex
   check_input(x_BNE, options_.dim);
   if (packs(x_BNE, context)) return attended_packed(x_BNE, context);
   const HeadPart own(context.ranks);
-  std::vector<HeadRows> rows = project(x_BNE);
-  if (context.ranks != nullptr) rows = whole_sequences(std::move(rows), context);
+  const std::vector<HeadRows> projected = project(x_BNE);
+  const std::vector<HeadRows> rows =
+      context.ranks == nullptr ? projected : whole_sequences(projected, context);
   std::vector<at::Tensor> parts;
   at::Tensor commitment;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     HeadGroupImpl& group = *groups_[g];
     const HeadRows placed = group.placed(rows[g], 0, own);
     const auto number = static_cast<std::int64_t>(g);
-    const AttentionOptions options = group_options(g, x_BNE, context);
+    AttentionOptions options = group_options(g, x_BNE, context);
+    if (context.ranks != nullptr) {
+      group.exchange(projected[g], *context.ranks, context.length, options);
+    }
     record(context, number, placed, options, /*labels=*/{});
     const PassOutput part = group.forward(placed, options);
     parts.push_back(part.out);
@@ -198,23 +214,6 @@ PassOutput SelfAttentionImpl::forward_without_bias(const at::Tensor& x_BNE,
 }
 
 at::Tensor SelfAttentionImpl::output_bias() const { return out_->bias; }
-
-void SelfAttentionImpl::check_spec(const AttentionSpec& given) const {
-  const AttentionSpec spec = layer_spec(given, options_.causal);
-  const std::vector<std::int64_t> counts = spec.head_counts(options_.heads);
-  if (counts != options_.spec.head_counts(options_.heads)) {
-    refuse_layer("expected groups with as many heads as in \"", options_.spec.to_string(),
-                 "\"; got \"", spec.to_string(), "\"");
-  }
-  for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g]->check_spec(spec.groups[g]);
-}
-
-void SelfAttentionImpl::set_spec(const AttentionSpec& given) {
-  check_spec(given);
-  const AttentionSpec spec = layer_spec(given, options_.causal);
-  for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g]->set_spec(spec.groups[g]);
-  options_.spec = spec;
-}
 
 const AttentionSpec& SelfAttentionImpl::spec() const { return options_.spec; }
 

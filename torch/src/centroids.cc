@@ -80,11 +80,12 @@ CentroidState make_centroids(std::int64_t heads, std::int64_t clusters, std::int
 }
 
 void initialise_centroids(const CentroidState& state, const at::Tensor& x,
-                          const at::Tensor& lengths, std::uint64_t seed) {
+                          const at::Tensor& lengths, std::uint64_t seed, std::int64_t first_head) {
   // Once in a training, and on the CPU.
   const Tokens tokens(x.cpu(), lengths.defined() ? lengths.cpu() : lengths);
   const at::Tensor centroids = at::empty(state.centroids.sizes(), state.centroids.scalar_type());
-  spherical_kmeans({.seed = seed}, view(tokens.x), tokens.sequences(), view(centroids));
+  spherical_kmeans({.seed = seed, .first_head = first_head}, view(tokens.x), tokens.sequences(),
+                   view(centroids));
   const at::NoGradGuard no_grad;
   at::Tensor(state.centroids).copy_(centroids);
   at::Tensor(state.counts).fill_(1);

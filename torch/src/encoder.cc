@@ -32,34 +32,18 @@ void check_encoder(const EncoderOptions& options) {
       ::torch::nn::LayerNormOptions(std::vector<std::int64_t>{options.dim}).eps(options.norm_eps));
 }
 
-// BERT's heads have no positions: those of the embeddings are all.
-AttentionSpec without_positions(AttentionSpec spec) {
-  for (HeadGroup& group : spec.groups) {
-    if (group.positions == Positions::automatic) group.positions = Positions::none;
-  }
-  return spec;
-}
-
-// A layer with that attention; throws Error for one that needs learned tensors of its groups.
-SelfAttention make_attention(const EncoderOptions& options, const AttentionSpec& spec) {
-  SelfAttention attention(SelfAttentionOptions{
-      .dim = options.dim, .heads = options.heads, .spec = without_positions(spec)});
-  const auto parameters = attention->named_parameters();
-  if (parameters.size() == 8 && parameters.contains("k.weight") && attention->buffers().empty()) {
-    return attention;
-  }
-  throw Error(
-      "[encoder] expected an attention without learned tensors and with separate keys; got \"" +
-      spec.to_string() + "\", which this model was not trained with");
-}
-
 }  // namespace
 
 class EncoderBlockImpl : public ::torch::nn::Module {
  public:
   explicit EncoderBlockImpl(const EncoderOptions& options)
       : activation_(options.activation), dropout_(options.dropout) {
-    attention = register_module("attention", make_attention(options, AttentionSpec::parse("full")));
+    // BERT's heads have no positions: those of the embeddings are all.
+    attention = register_module(
+        "attention",
+        SelfAttention(SelfAttentionOptions{.dim = options.dim,
+                                           .heads = options.heads,
+                                           .spec = AttentionSpec::parse("full(positions=none)")}));
     attention_norm_ = register_module("attention_norm", encoder_norm(options));
     ffn_in_ = register_module("ffn_in", ::torch::nn::Linear(options.dim, options.ffn));
     ffn_out_ = register_module("ffn_out", ::torch::nn::Linear(options.ffn, options.dim));
@@ -70,15 +54,6 @@ class EncoderBlockImpl : public ::torch::nn::Module {
   at::Tensor forward(const at::Tensor& x, const at::Tensor& attended) {
     const at::Tensor middle = layer_norm(attention_norm_, x + drop(attended));
     return layer_norm(ffn_norm_, middle + drop(ffn_out_(activated(ffn_in_(middle)))));
-  }
-
-  // Another attention over the same parameters.
-  void use(SelfAttention other) {
-    const auto own = attention->named_parameters();
-    for (const auto& item : other->named_parameters())
-      item.value().set_data(own[item.key()].data());
-    other->train(is_training());
-    attention = replace_module("attention", other);
   }
 
   SelfAttention attention{nullptr};
@@ -171,25 +146,20 @@ void EncoderImpl::check_attention(const std::vector<AttentionSpec>& specs) const
                 std::to_string(blocks_.size()) + " layers; got " + std::to_string(specs.size()));
   }
   for (std::size_t layer = 0; layer < blocks_.size(); ++layer) {
-    make_attention(options_, specs.size() == 1 ? specs[0] : specs[layer]);
+    blocks_[layer]->attention->check_spec(specs.size() == 1 ? specs[0] : specs[layer]);
   }
 }
 
 void EncoderImpl::set_attention(const std::vector<AttentionSpec>& specs) {
   check_attention(specs);
   for (std::size_t layer = 0; layer < blocks_.size(); ++layer) {
-    blocks_[layer]->use(make_attention(options_, specs.size() == 1 ? specs[0] : specs[layer]));
+    blocks_[layer]->attention->set_spec(specs.size() == 1 ? specs[0] : specs[layer]);
   }
 }
 
 std::vector<AttentionSpec> EncoderImpl::attention_specs() const {
   std::vector<AttentionSpec> specs;
-  for (const auto& block : blocks_) {
-    specs.push_back(block->attention->spec());
-    for (HeadGroup& group : specs.back().groups) {
-      if (group.positions == Positions::none) group.positions = Positions::automatic;
-    }
-  }
+  for (const auto& block : blocks_) specs.push_back(block->attention->spec());
   return specs;
 }
 

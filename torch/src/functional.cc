@@ -34,6 +34,8 @@ struct Call : ::torch::CustomClassHolder {
   std::uint64_t seed = 0;
   double dropout = 0.0;
   std::uint64_t dropout_seed = 0;
+  CallPart part;
+  variable_list selection;  // given, or empty
   variable_list constants;  // from index kDifferentiable on; empty once saved
 };
 using CallPointer = c10::intrusive_ptr<Call>;
@@ -48,6 +50,7 @@ AttentionInputs make_inputs(const Call& call, const variable_list& tensors) {
   inputs.seed = call.seed;
   inputs.dropout = call.dropout;
   inputs.dropout_seed = call.dropout_seed;
+  inputs.part = call.part;
   return inputs;
 }
 
@@ -80,6 +83,25 @@ AttentionResult make_result(const at::Tensor& out, const at::Tensor* saved, std:
   return result;
 }
 
+void check_selection(const Call& call, const SavedLayout& layout, const at::Tensor& q) {
+  const auto refuse = [&](const std::string& message) {
+    throw Error(std::string("[") + mechanism_name(call.mechanism) + "] selection: " + message);
+  };
+  if (call.selection.size() != layout.selection_count) {
+    refuse("expected " + std::to_string(layout.selection_count) + " tensors; got " +
+           std::to_string(call.selection.size()));
+  }
+  for (std::size_t i = 0; i < call.selection.size(); ++i) {
+    const at::Tensor& given = call.selection[i];
+    if (given.scalar_type() == at::kInt && given.sizes() == layout.tensors[i].sizes &&
+        given.is_contiguous() && given.device() == q.device()) {
+      continue;
+    }
+    refuse(std::string(layout.tensors[i].name) + " must be what attention_select returns for " +
+           "these lengths; got " + describe(view(given)));
+  }
+}
+
 // The output, then the saved tensors.
 variable_list forward_outputs(const Call& call, const variable_list& tensors) {
   const at::Tensor& q = tensors[kQ];
@@ -87,11 +109,16 @@ variable_list forward_outputs(const Call& call, const variable_list& tensors) {
   const AttentionInputs inputs = make_inputs(call, tensors);
   const SavedLayout layout = attention_saved(call.mechanism, inputs);
   variable_list outputs = {empty_rows(q, tensors[kV].size(3))};
-  for (const TensorLayout& saved : layout.tensors) outputs.push_back(empty(saved, q));
+  const bool given = !call.selection.empty();
+  if (given) check_selection(call, layout, q);
+  for (std::size_t i = 0; i < layout.tensors.size(); ++i) {
+    const bool selected = given && i < layout.selection_count;
+    outputs.push_back(selected ? call.selection[i] : empty(layout.tensors[i], q));
+  }
   const Scratch scratch(attention_workspace_bytes(call.mechanism, inputs), q);
-  attention_forward(call.mechanism, inputs,
-                    make_result(outputs[0], outputs.data() + 1, layout.tensors.size()),
-                    scratch.workspace());
+  (given ? attention_attend : attention_forward)(
+      call.mechanism, inputs, make_result(outputs[0], outputs.data() + 1, layout.tensors.size()),
+      scratch.workspace());
   return outputs;
 }
 
@@ -107,6 +134,7 @@ struct AttentionFunction : ::torch::autograd::Function<AttentionFunction> {
     tensors.insert(tensors.end(), call->constants.begin(), call->constants.end());
     call->constants.clear();
     const variable_list outputs = forward_outputs(*call, tensors);
+    call->selection.clear();
     ctx->mark_non_differentiable(variable_list(outputs.begin() + 1, outputs.end()));
     tensors.insert(tensors.end(), outputs.begin(), outputs.end());
     ctx->save_for_backward(std::move(tensors));
@@ -211,6 +239,8 @@ CallPointer make_call(const Mechanism& mechanism, const AttentionOptions& option
   call->seed = options.seed;
   call->dropout = options.dropout;
   call->dropout_seed = options.dropout_seed;
+  call->part = options.part;
+  call->selection = options.selection;
   return call;
 }
 
@@ -233,6 +263,24 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   return run(make_call(mechanism, options), tensors)[0];
 }
 
+std::vector<at::Tensor> attention_select(const at::Tensor& q, const at::Tensor& k,
+                                         const at::Tensor& v, const Mechanism& mechanism,
+                                         const AttentionOptions& options) {
+  const at::NoGradGuard no_grad;
+  const variable_list tensors = prepare(q, k, v, mechanism, options);
+  const c10::DeviceGuard guard(q.device());
+  const AttentionInputs inputs = make_inputs(*make_call(mechanism, options), tensors);
+  const SavedLayout layout = attention_saved(mechanism, inputs);
+  variable_list selection;
+  for (std::size_t i = 0; i < layout.selection_count; ++i) {
+    selection.push_back(empty(layout.tensors[i], q));
+  }
+  const AttentionResult result = make_result({}, selection.data(), selection.size());
+  const Scratch scratch(attention_workspace_bytes(mechanism, inputs), q);
+  coterie::attention_select(mechanism, inputs, result.saved, scratch.workspace());
+  return selection;
+}
+
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      std::string_view spec, const AttentionOptions& options) {
   const AttentionSpec layer = AttentionSpec::parse(spec);
@@ -240,6 +288,10 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   refuse_positions(layer);
   if (!q.defined() || q.dim() != 4 || !v.defined() || v.dim() != 4) {
     throw Error("[attention] q and v must be tensors of shape (B, heads, rows, width)");
+  }
+  if (groups > 1 && !options.selection.empty()) {
+    throw Error("[attention] expected a selection for one head group; the spec has " +
+                std::to_string(groups));
   }
   if (!options.state.empty() && options.state.size() != groups) {
     throw Error("[attention] expected state for " + std::to_string(groups) + " head groups; got " +

@@ -25,11 +25,6 @@ namespace {
 
 double inverse_root(std::int64_t D) { return 1.0 / std::sqrt(static_cast<double>(D)); }
 
-// Replaces `automatic` with `unless_told`.
-Positions settled(const HeadGroup& spec, Positions unless_told) {
-  return spec.positions == Positions::automatic ? unless_told : spec.positions;
-}
-
 void check_positions(const HeadGroupOptions& options, const Mechanism& mechanism,
                      Positions positions) {
   if (positions == Positions::none) return;
@@ -77,9 +72,10 @@ struct PaddedRows {
 HeadGroupImpl::HeadGroupImpl(const HeadGroupOptions& options)
     : options_(options),
       mechanism_(resolve(options.spec.mechanism, options.causal)),
-      trained_positions_(
-          settled(options.spec, options.spec.rotary() ? Positions::rotary : Positions::none)),
-      positions_(trained_positions_) {
+      positions_(options.spec.positions) {
+  if (positions_ == Positions::automatic) {
+    positions_ = options.spec.rotary() ? Positions::rotary : Positions::none;
+  }
   check_positions(options_, mechanism_, positions_);
   if (const auto* routing = std::get_if<RoutingParams>(&mechanism_)) add_centroids(*routing);
   if (const auto* cast = std::get_if<CastParams>(&mechanism_)) add_surrogates(*cast);
@@ -120,9 +116,8 @@ void HeadGroupImpl::check_spec(const HeadGroup& spec) const {
                           (keys_are_queries(mechanism_) ? "the queries" : "separate") +
                           "; got one of the other kind");
   }
-  const Positions positions = settled(spec, trained_positions_);
-  check_positions(options_, mechanism, positions);
-  if (positions == Positions::relative && !relative_.weight.defined()) {
+  check_positions(options_, mechanism, spec.positions);
+  if (spec.positions == Positions::relative && !relative_.weight.defined()) {
     refuse(mechanism, "expected a group trained with positions=relative; got one without");
   }
   if (const auto* routing = std::get_if<RoutingParams>(&mechanism)) {
@@ -136,7 +131,7 @@ void HeadGroupImpl::check_spec(const HeadGroup& spec) const {
 void HeadGroupImpl::set_spec(const HeadGroup& spec) {
   check_spec(spec);
   mechanism_ = resolve(spec.mechanism, options_.causal);
-  positions_ = settled(spec, trained_positions_);
+  positions_ = spec.positions;
 }
 
 bool HeadGroupImpl::can_be_packed() const {
@@ -168,10 +163,24 @@ AttentionOptions HeadGroupImpl::attention_options(const at::Tensor& x, const Hea
     options.centroids = part.of(state_.centroids);
     options.logit_scale = part.of(logit_scale_);
   } else if (std::holds_alternative<CastParams>(mechanism_)) {
-    options.centroids = surrogates_;
+    options.centroids = part.of(surrogates_);
     options.gate = gate_(x).squeeze(-1);
   }
   return options;
+}
+
+void HeadGroupImpl::exchange(const HeadRows& rows, const SequenceRanks& ranks, std::int64_t length,
+                             AttentionOptions& options) const {
+  if (!options.gate.defined()) return;
+  options.gate = to_all({options.gate}, ranks, length)[0];
+  if (!selects_together(mechanism_)) return;
+  const at::NoGradGuard no_grad;
+  const std::vector<at::Tensor> all = to_all({rows.q, rows.k}, ranks, length);
+  const HeadRows whole = placed({all[0], all[1], all[1]}, 0);
+  AttentionOptions own = options;
+  own.centroids = surrogates_;
+  own.part = {options.part.first_item};
+  options.selection = attention_select(whole.q, whole.k, whole.v, mechanism_, own);
 }
 
 PassOutput HeadGroupImpl::forward(const HeadRows& placed, const AttentionOptions& options) const {
@@ -231,7 +240,8 @@ void HeadGroupImpl::initialise_centroids(const std::vector<AttentionRecord>& rec
   }
   torch_api::initialise_centroids(
       {part.of(state_.centroids), part.of(state_.counts), part.of(state_.sums)},
-      at::cat(padded.rows), at::cat(padded.lengths), seed);
+      at::cat(padded.rows), at::cat(padded.lengths), seed,
+      part.index * (options_.kv_heads / part.count));
 }
 
 }  // namespace coterie::torch_api

@@ -48,12 +48,14 @@ class HeadGroupImpl : public ::torch::nn::Module {
  public:
   explicit HeadGroupImpl(const HeadGroupOptions& options);
 
-  // Replaces the mechanism, keeps the state; see SelfAttention::set_spec. `check_spec` throws what
-  // `set_spec` would and changes nothing.
+  // Replaces the mechanism and positions, which the spec names, and keeps the state; see
+  // SelfAttention::set_spec. `check_spec` throws what `set_spec` would and changes nothing.
   void check_spec(const HeadGroup& spec) const;
   void set_spec(const HeadGroup& spec);
 
   const Mechanism& mechanism() const { return mechanism_; }  // resolved
+  Positions positions() const { return positions_; }
+  bool has_tensors() const { return !parameters().empty() || !buffers().empty(); }
   // Whether packed_attention (packed.h) can run the group, and its positions.
   bool can_be_packed() const;
   bool rotary() const { return positions_ == Positions::rotary; }
@@ -65,6 +67,12 @@ class HeadGroupImpl : public ::torch::nn::Module {
                   const HeadPart& part = HeadPart()) const;
   // Inputs of attention() besides the rows; `x` (B, N, E) is the layer's input.
   AttentionOptions attention_options(const at::Tensor& x, const HeadPart& part = HeadPart());
+
+  // Of sequences that ranks share (cast): replaces the gate of this rank's positions by that of
+  // all, and adds the selection, which needs the rows of all heads. `rows` are those of this rank's
+  // positions, before placed().
+  void exchange(const HeadRows& rows, const SequenceRanks& ranks, std::int64_t length,
+                AttentionOptions& options) const;
 
   // Attention (B, h, N, D) and the weighted commitment loss of placed rows.
   PassOutput forward(const HeadRows& placed, const AttentionOptions& options) const;
@@ -85,7 +93,6 @@ class HeadGroupImpl : public ::torch::nn::Module {
 
   HeadGroupOptions options_;
   Mechanism mechanism_;
-  Positions trained_positions_ = Positions::none;  // those of specs that name none
   Positions positions_ = Positions::none;
   CentroidState state_;                // routing
   at::Tensor logit_scale_;             // routing: (h)

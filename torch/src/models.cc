@@ -8,6 +8,7 @@
 #include <ATen/ops/ctc_loss.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/embedding_dense_backward.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/log_softmax.h>
 #include <ATen/ops/randn.h>
@@ -43,6 +44,11 @@ struct EmbedFunction : ::torch::autograd::Function<EmbedFunction> {
             {}};
   }
 };
+
+at::Tensor embedded(const ::torch::nn::Embedding& embedding, const at::Tensor& tokens) {
+  return tokens.is_cuda() ? EmbedFunction::apply(embedding->weight, tokens)
+                          : at::embedding(embedding->weight, tokens);
+}
 
 ::torch::nn::Embedding make_embedding(std::int64_t rows, std::int64_t dim, double deviation) {
   return ::torch::nn::Embedding(
@@ -87,10 +93,16 @@ at::Tensor valid_positions(const at::Tensor& lengths, std::int64_t N, const at::
 
 }  // namespace
 
+at::Tensor ModelImpl::nats(const at::Tensor& out, const at::Tensor& targets,
+                           const at::Tensor& /*lengths*/) const {
+  const at::ScalarType wide = c10::promoteTypes(out.scalar_type(), at::kFloat);
+  return at::cross_entropy_loss(out.flatten(0, -2).to(wide), targets.flatten(), {},
+                                at::Reduction::Sum, kNoTarget);
+}
+
 at::Tensor TokenInput::embed(const at::Tensor& tokens_BN, std::int64_t first) {
   const std::int64_t N = tokens_BN.size(1);
-  const at::Tensor x = tokens_BN.is_cuda() ? EmbedFunction::apply(embedding->weight, tokens_BN)
-                                           : embedding(tokens_BN);
+  const at::Tensor x = embedded(embedding, tokens_BN);
   if (options.positions == EmbeddingPositions::none) return x;
   if (options.positions == EmbeddingPositions::sinusoidal) {
     return x + position_waves(first, options.position_base, x);
@@ -173,6 +185,8 @@ PassOutput SequenceClassifierImpl::forward(const at::Tensor& tokens_BN,
   return output;
 }
 
+Transformer SequenceClassifierImpl::transformer() const { return transformer_; }
+
 CtcModelImpl::CtcModelImpl(CtcModelOptions options) : options_(std::move(options)) {
   if (options_.subsample < 1 || options_.features < 1 || options_.symbols < 1) {
     throw Error("[ctc_model] expected at least one feature, symbol and frame per position; got " +
@@ -206,13 +220,21 @@ at::Tensor CtcModelImpl::output_lengths(const at::Tensor& lengths) const {
   return (lengths + (options_.subsample - 1)).div(options_.subsample, "floor");
 }
 
-at::Tensor CtcModelImpl::loss(const PassOutput& output, const at::Tensor& frame_lengths,
-                              const at::Tensor& targets_BL,
-                              const at::Tensor& target_lengths) const {
-  constexpr std::int64_t kBlank = 0, kMean = 1;
-  return at::ctc_loss(output.out.transpose(0, 1), targets_BL, output_lengths(frame_lengths),
-                      target_lengths, kBlank, kMean, /*zero_infinity=*/true);
+at::Tensor CtcModelImpl::nats(const at::Tensor& out, const at::Tensor& targets_BL,
+                              const at::Tensor& frame_lengths) const {
+  constexpr std::int64_t kBlank = 0;
+  const at::Tensor targets = targets_BL.to(at::kCPU);
+  const at::Tensor lengths = frame_lengths.defined()
+                                 ? output_lengths(frame_lengths).to(at::kCPU)
+                                 : at::full({out.size(0)}, out.size(1), targets.options());
+  const at::Tensor wide = out.to(at::kCPU, c10::promoteTypes(out.scalar_type(), at::kFloat));
+  const at::Tensor sum = at::ctc_loss(wide.transpose(0, 1), targets.clamp_min(0), lengths,
+                                      (targets != kNoTarget).sum(1), kBlank, at::Reduction::Sum,
+                                      /*zero_infinity=*/true);
+  return sum.to(out.device());
 }
+
+Transformer CtcModelImpl::transformer() const { return transformer_; }
 
 ImageModelImpl::ImageModelImpl(ImageModelOptions options) : options_(std::move(options)) {
   const std::int64_t E = options_.transformer.dim;
@@ -229,21 +251,24 @@ ImageModelImpl::ImageModelImpl(ImageModelOptions options) : options_(std::move(o
 
 PassOutput ImageModelImpl::forward(const at::Tensor& images_BHWC, const PassContext& context) {
   const std::int64_t H = options_.height, W = options_.width, C = options_.channels;
-  check_rank("image_model", "(B, height, width, channels)", images_BHWC, 4);
-  if (images_BHWC.sizes().slice(1) != at::IntArrayRef({H, W, C})) {
+  const bool rows = images_BHWC.dim() == 2;
+  const std::int64_t N = rows ? images_BHWC.size(1) : H * W * C;
+  if (!rows) check_rank("image_model", "(B, height, width, channels)", images_BHWC, 4);
+  if (rows ? N < 1 || N > H * W * C : images_BHWC.sizes().slice(1) != at::IntArrayRef({H, W, C})) {
     throw Error("[image_model] expected images of " + std::to_string(H) + " x " +
                 std::to_string(W) + " x " + std::to_string(C) + "; got another shape");
   }
-  const std::int64_t B = images_BHWC.size(0), N = H * W * C;
-  const at::Tensor before = embedding_(images_BHWC.flatten(1).narrow(1, 0, N - 1));
-  const at::Tensor start = start_.expand({B, 1, -1});
+  const at::Tensor before = embedded(embedding_, images_BHWC.flatten(1).narrow(1, 0, N - 1));
+  const at::Tensor start = start_.expand({images_BHWC.size(0), 1, -1});
   const at::Tensor places = rows_->weight.view({H, 1, 1, -1}) + columns_->weight.view({W, 1, -1}) +
                             channels_->weight.view({C, -1});
-  const at::Tensor x = at::cat({start, before}, 1) + places.flatten(0, 2);
+  const at::Tensor x = at::cat({start, before}, 1) + places.flatten(0, 2).narrow(0, 0, N);
   PassOutput output = transformer_->forward(x, context);
   output.out = output_(output.out);
   return output;
 }
+
+Transformer ImageModelImpl::transformer() const { return transformer_; }
 
 at::Tensor bits_per_value(const at::Tensor& logits, const at::Tensor& targets) {
   const at::Tensor nats =

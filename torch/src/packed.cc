@@ -97,6 +97,7 @@ AttentionInputs make_inputs(const PackedGroup& group, const variable_list& tenso
   inputs.seed = group.options.seed;
   inputs.dropout = group.options.dropout;
   inputs.dropout_seed = group.options.dropout_seed;
+  inputs.part = group.options.part;
   return inputs;
 }
 
@@ -143,7 +144,8 @@ void add_commitment(const PackedGroup& group, const HeadRows& rows, const SavedL
 }
 
 // The output of cuDNN goes to `out`, which is replaced if this is the layer's only group. The
-// backward pass is the core's, unless speed comes before equal bits: then there are no constants.
+// backward pass is the core's (delta_from_output), unless speed comes before equal bits: then there
+// are no constants.
 GroupPass run_platform(const PackedGroup& group, const HeadRows& rows, bool only, at::Tensor& out) {
   const PlatformPass found = platform_forward(rows, group.options.causal, group.options.scale);
   const at::Tensor found_BNHD = found.out.transpose(1, 2);
@@ -308,7 +310,8 @@ struct PackedFunction : ::torch::autograd::Function<PackedFunction> {
       const at::Tensor dscale = scale.defined() ? at::empty_like(scale) : at::Tensor();
       variable_list inputs = {own.q, own.k, own.v};
       inputs.insert(inputs.end(), constants.begin(), constants.end());
-      const AttentionInputs call = make_inputs(group, inputs);
+      AttentionInputs call = make_inputs(group, inputs);
+      call.delta_from_output = platform_attends(group.mechanism, own, group.options);
       const variable_list wanted = {down.q, down.k, down.v, {}, {}, dscale};
       const Scratch scratch(attention_workspace_bytes(group.mechanism, call), rows);
       attention_backward(group.mechanism, call, make_result(out_slice(out, group), saved),

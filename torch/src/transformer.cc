@@ -227,6 +227,10 @@ PassOutput TransformerImpl::forward(const at::Tensor& x_BNE, const PassContext& 
           commitment};
 }
 
+SelfAttention TransformerImpl::attention(std::int64_t layer) const {
+  return blocks_.at(static_cast<std::size_t>(layer))->attention;
+}
+
 void TransformerImpl::check_attention(const std::vector<AttentionSpec>& specs) const {
   check_specs(specs, options_.layers);
   for (std::int64_t layer = 0; layer < options_.layers; ++layer) {

@@ -150,15 +150,26 @@ std::vector<at::Tensor> to_positions(const std::vector<at::Tensor>& parts,
   return run_ulysses(parts, ranks, parts[0].size(1), /*heads=*/false);
 }
 
+// As heads: each rank gets one that is a copy of the part.
+std::vector<at::Tensor> to_all(const std::vector<at::Tensor>& parts, const SequenceRanks& ranks,
+                               std::int64_t length) {
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& part : parts) {
+    const std::int64_t B = part.size(0), n = part.size(1);
+    copies.push_back(part.reshape({B, n, 1, -1}).expand({B, n, ranks.size, -1}));
+  }
+  std::vector<at::Tensor> all = to_heads(copies, ranks, length);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    std::vector<std::int64_t> sizes = parts[i].sizes().vec();
+    sizes[1] = length;
+    all[i] = all[i].view(sizes);
+  }
+  return all;
+}
+
 void check_sequence_ranks(const AttentionSpec& spec, std::int64_t heads, std::int64_t kv_heads,
                           std::int64_t ranks) {
   const std::vector<HeadSlice> slices = head_slices(spec, heads, kv_heads);
-  for (const HeadGroup& group : spec.groups) {
-    if (ranks == 1 || !std::holds_alternative<CastParams>(group.mechanism)) continue;
-    throw Error("[context] " + to_string(group.mechanism) +
-                " cannot split its heads over ranks: they choose clusters together. Use another "
-                "attention or --train.context 1");
-  }
   for (std::size_t g = 0; g < slices.size(); ++g) {
     const HeadSlice& own = slices[g];
     if (own.count % ranks == 0 && own.kv_count % ranks == 0) continue;

@@ -4,6 +4,7 @@
 #include "train/pretrained/calibrate.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/linear.h>
 #include <fmt/core.h>
 
@@ -14,6 +15,7 @@
 #include <map>
 
 #include "coterie/error.h"
+#include "train/autocast.h"
 
 namespace coterie::train {
 namespace {
@@ -36,15 +38,10 @@ double seconds_of(double at_least, const std::function<at::Tensor()>& pass) {
   return times[(times.size() - 1) / 2];
 }
 
-EncoderBatch batch_of_text(const PretrainedEncoder& encoder, const EncodedText& text) {
-  return encoder_batch({&text}, encoder.tokenizer.id("[PAD]"),
-                       encoder.model->parameters().front().device());
-}
-
-at::Tensor rows_of_text(PretrainedEncoder& encoder, const EncoderBatch& batch, std::uint64_t seed) {
+at::Tensor output_of(const CalibratedModel& model, const at::Tensor& tokens, std::uint64_t seed) {
   torch_api::PassContext context;
   context.seed = seed;
-  return encoder.model->forward(batch.tokens, batch.types, context).out;
+  return model.run(tokens, context);
 }
 
 double relative_error(const at::Tensor& found, const at::Tensor& full) {
@@ -53,28 +50,54 @@ double relative_error(const at::Tensor& found, const at::Tensor& full) {
          std::max(wanted.norm().item<double>(), 1e-30);
 }
 
-// Full attention on a text: the rows of attention in all layers, and the output.
+// What the heads of a layer get: rows (B, H, N, D), with positions.
+struct LayerRows {
+  at::Tensor q, k, v;
+  torch_api::AttentionOptions options;
+};
+
+// Full attention on a batch: the rows of attention in all layers, and the output.
 struct FullPass {
-  EncoderBatch batch;
-  std::vector<AttentionRecord> records;
+  at::Tensor tokens;
+  std::vector<LayerRows> layers;
   at::Tensor out;
 };
 
-FullPass full_pass(PretrainedEncoder& encoder, const EncodedText& text, std::uint64_t seed) {
+FullPass full_pass(const CalibratedModel& model, const at::Tensor& tokens, std::uint64_t seed,
+                   bool rows) {
   FullPass pass;
-  pass.batch = batch_of_text(encoder, text);
-  encoder.model->set_attention({AttentionSpec::parse("full")});
+  pass.tokens = tokens;
+  model.set({AttentionSpec::parse("full")});
+  std::vector<AttentionRecord> records;
   torch_api::PassContext context;
   context.seed = seed;
-  context.records = &pass.records;
-  pass.out = encoder.model->forward(pass.batch.tokens, pass.batch.types, context).out;
+  if (rows) context.records = &records;
+  pass.out = model.run(tokens, context);
+  for (const AttentionRecord& record : records) {  // one for each group of heads
+    if (record.group == 0) {
+      pass.layers.push_back({record.q, record.k, record.v, record.options});
+      continue;
+    }
+    LayerRows& own = pass.layers.back();
+    own.q = at::cat({own.q, record.q}, 1);
+    own.k = at::cat({own.k, record.k}, 1);
+    own.v = at::cat({own.v, record.v}, 1);
+  }
   return pass;
+}
+
+// Of the heads of a layer, for their specs; empty if none has any.
+std::vector<Positions> named_positions(const CalibratedModel& model, std::int64_t layer) {
+  std::vector<Positions> positions = model.attention(layer)->trained_positions();
+  const bool any = std::any_of(positions.begin(), positions.end(),
+                               [](Positions own) { return own != Positions::none; });
+  return any ? positions : std::vector<Positions>{};
 }
 
 class Measurer {
  public:
-  Measurer(PretrainedEncoder& encoder, const CalibrateOptions& options)
-      : encoder_(encoder), options_(options), heads_(encoder.model->options().heads) {
+  Measurer(const CalibratedModel& model, const CalibrateOptions& options)
+      : model_(model), options_(options), heads_(model.heads) {
     for (const std::string& rung : options.ladder) {
       const AttentionSpec spec = AttentionSpec::parse(rung);
       if (spec.groups.size() != 1 || spec.groups[0].heads != 0) {
@@ -83,14 +106,15 @@ class Measurer {
             "got \"" +
             rung + '"');
       }
-      encoder.model->check_attention({spec});
+      model.check({spec});
       rungs_.push_back(spec);
       if (std::holds_alternative<FullParams>(spec.groups[0].mechanism)) full_ = rungs_.size() - 1;
     }
-    layers_.resize(static_cast<std::size_t>(encoder.model->options().layers));
     const std::size_t R = rungs_.size(), U = static_cast<std::size_t>(heads_);
-    for (LayerMeasurements& layer : layers_) {
+    for (std::size_t l = 0; l < model.names.size(); ++l) {
+      LayerMeasurements& layer = layers_.emplace_back();
       layer.heads = layer.units = heads_;
+      layer.positions = named_positions(model, static_cast<std::int64_t>(l));
       layer.unit_error.assign(U * R, 0.0);
       layer.output_error.assign(R, std::numeric_limits<double>::quiet_NaN());
       layer.unit_time.assign(U * R, 0.0);
@@ -98,76 +122,82 @@ class Measurer {
     }
   }
 
-  // Adds the squares of a text; finish() takes roots.
-  void add_errors(const EncodedText& text) {
-    const FullPass pass = full_pass(encoder_, text, options_.seed);
+  // Adds the squares of a batch; finish() takes roots.
+  void add_errors(const at::Tensor& tokens) {
+    const FullPass pass = full_pass(model_, tokens, options_.seed, /*rows=*/true);
     show("errors by layer and head", 0);
-    for (const AttentionRecord& record : pass.records) {
-      const auto l = static_cast<std::size_t>(record.layer);
-      const at::Tensor full = attend(record, full_, 0, heads_);
-      const auto weights = encoder_.model->attention(record.layer)->named_parameters();
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      const LayerRows& rows = pass.layers[l];
+      const at::Tensor full = attend(rows, l, full_, heads_);
+      const at::Tensor weight = output_weight(l);
       for (std::size_t r = 0; r < rungs_.size(); ++r) {
         if (r == full_) continue;
-        const at::Tensor change = attend(record, r, 0, heads_) - full;
+        const at::Tensor change = attend(rows, l, r, heads_) - full;
         for (std::int64_t h = 0; h < heads_; ++h) {
           const std::int64_t D = change.size(3);
           const at::Tensor part =
-              at::linear(change.select(1, h).to(at::kFloat),
-                         weights["out.weight"].narrow(1, h * D, D).to(at::kFloat));
+              at::linear(change.select(1, h).to(at::kFloat), weight.narrow(1, h * D, D));
           const double norm = part.norm().item<double>();
           layers_[l].unit_error[static_cast<std::size_t>(h) * rungs_.size() + r] += norm * norm;
         }
       }
-      show("errors by layer and head", record.layer + 1);
+      show("errors by layer and head", static_cast<std::int64_t>(l) + 1);
     }
     add_output_errors(pass);
-    ++texts_;
+    ++batches_;
   }
 
-  void add_times(const EncodedText& text) {
-    const FullPass pass = full_pass(encoder_, text, options_.seed);
-    for (const AttentionRecord& record : pass.records) {
-      // Times of one kind of layer: those of the first are those of all.
-      if (record.layer > 0) {
-        layers_[static_cast<std::size_t>(record.layer)].unit_time = layers_[0].unit_time;
-        layers_[static_cast<std::size_t>(record.layer)].group_time = layers_[0].group_time;
-        continue;
-      }
-      show("times by rung", 0);
+  // The time of all heads of every layer, on its own rows. What a group costs besides its heads is
+  // that of the first layer: launches and threads that wait, whatever the rows.
+  void add_times(const at::Tensor& tokens) {
+    const FullPass pass = full_pass(model_, tokens, options_.seed, /*rows=*/true);
+    const auto U = static_cast<double>(heads_);
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      show("times by layer", static_cast<std::int64_t>(l));
+      std::vector<double>& seconds = seconds_.emplace_back();
       for (std::size_t r = 0; r < rungs_.size(); ++r) {
-        const double all =
-            seconds_of(options_.seconds, [&] { return attend(record, r, 0, heads_); });
-        const double one = seconds_of(options_.seconds, [&] { return attend(record, r, 0, 1); });
-        const auto U = static_cast<double>(heads_);
-        const double group = heads_ == 1 ? 0.0 : std::max(0.0, (U * one - all) / (U - 1));
-        layers_[0].group_time[r] = group;
-        for (std::int64_t h = 0; h < heads_; ++h) {
-          layers_[0].unit_time[static_cast<std::size_t>(h) * rungs_.size() + r] =
-              std::max(0.0, (all - group) / U);
+        const auto time = [&](std::int64_t heads) {
+          return seconds_of(options_.seconds, [&] { return attend(pass.layers[l], l, r, heads); });
+        };
+        const double all = time(heads_);
+        seconds.push_back(all);
+        layers_[l].group_time[r] = layers_[0].group_time[r];
+        if (l == 0 && heads_ > 1) {
+          layers_[l].group_time[r] = std::max(0.0, (U * time(1) - all) / (U - 1));
         }
-        show("times by rung", static_cast<std::int64_t>(r) + 1);
+        for (std::int64_t h = 0; h < heads_; ++h) {
+          layers_[l].unit_time[static_cast<std::size_t>(h) * rungs_.size() + r] =
+              std::max(0.0, (all - layers_[l].group_time[r]) / U);
+        }
       }
     }
   }
 
   std::vector<LayerMeasurements> finish() {
     for (LayerMeasurements& layer : layers_) {
-      for (double& error : layer.unit_error) error = std::sqrt(error / texts_);
-      for (double& error : layer.output_error) error = std::sqrt(error / texts_);
+      for (double& error : layer.unit_error) error = std::sqrt(error / batches_);
+      for (double& error : layer.output_error) error = std::sqrt(error / batches_);
     }
     return layers_;
   }
 
   std::size_t full() const { return full_; }
+  const std::vector<std::vector<double>>& seconds() const { return seconds_; }
 
  private:
-  at::Tensor attend(const AttentionRecord& record, std::size_t rung, std::int64_t first,
+  // The first heads of a layer.
+  at::Tensor attend(const LayerRows& rows, std::size_t layer, std::size_t rung,
                     std::int64_t count) const {
-    torch_api::AttentionOptions options = record.options;
-    options.seed = group_seed(options_.seed, record.layer, 0);
-    return torch_api::attention(record.q.narrow(1, first, count), record.k.narrow(1, first, count),
-                                record.v.narrow(1, first, count), rungs_[rung].groups[0].mechanism,
+    torch_api::AttentionOptions options = rows.options;
+    options.seed = group_seed(options_.seed, static_cast<std::int64_t>(layer), 0);
+    return torch_api::attention(rows.q.narrow(1, 0, count), rows.k.narrow(1, 0, count),
+                                rows.v.narrow(1, 0, count), rungs_[rung].groups[0].mechanism,
                                 options);
+  }
+
+  at::Tensor output_weight(std::size_t layer) const {
+    const auto weights = model_.attention(static_cast<std::int64_t>(layer))->named_parameters();
+    return weights["out.weight"].to(at::kFloat);
   }
 
   // Of the cheapest rungs and those in the middle of the ladder, each in one layer alone.
@@ -181,9 +211,9 @@ class Measurer {
         if (r == full_) continue;
         std::vector<AttentionSpec> specs(layers_.size(), rungs_[full_]);
         specs[l] = rungs_[r];
-        encoder_.model->set_attention(specs);
+        model_.set(specs);
         const double error =
-            relative_error(rows_of_text(encoder_, pass.batch, options_.seed), pass.out);
+            relative_error(output_of(model_, pass.tokens, options_.seed), pass.out);
         double& sum = layers_[l].output_error[r];
         sum = (std::isnan(sum) ? 0.0 : sum) + error * error;
       }
@@ -197,32 +227,86 @@ class Measurer {
     if (options_.progress) options_.progress(work, std::min(done, all), all);
   }
 
-  PretrainedEncoder& encoder_;
+  const CalibratedModel& model_;
   const CalibrateOptions& options_;
   std::int64_t heads_;
   std::vector<AttentionSpec> rungs_;
   std::size_t full_ = 0;
   std::vector<LayerMeasurements> layers_;
-  double texts_ = 0;
+  std::vector<std::vector<double>> seconds_;
+  double batches_ = 0;
 };
 
-// Times of heads do not always add up to that of the model: a choice that is not faster as a whole
-// is given up.
-void stay_full(CalibratedTarget& target, const MeasuredAttention& full, std::size_t rung) {
-  const std::string reason =
-      fmt::format("the model with the chosen specs is not faster: {:.3g} ms, full {:.3g} ms",
-                  1e3 * target.measured.seconds, 1e3 * full.seconds);
-  target.choice.layers = full.specs;
-  for (auto& rungs : target.choice.rungs) std::fill(rungs.begin(), rungs.end(), rung);
-  for (auto& reasons : target.choice.reasons) {
-    for (std::string& own : reasons) own = own.empty() ? reason : own;
+std::vector<std::string> names_of(const char* pattern, std::int64_t layers) {
+  std::vector<std::string> names;
+  for (std::int64_t l = 0; l < layers; ++l) names.push_back(fmt::format(fmt::runtime(pattern), l));
+  return names;
+}
+
+// A rung in all heads, as the core writes it.
+std::vector<AttentionSpec> in_all_heads(const std::string& rung,
+                                        const std::vector<LayerMeasurements>& layers) {
+  const HeadGroup group = AttentionSpec::parse(rung).groups[0];
+  std::vector<AttentionSpec> specs;
+  for (const LayerMeasurements& layer : layers) {
+    AttentionSpec& spec = specs.emplace_back();
+    for (std::size_t h = 0; h < static_cast<std::size_t>(layer.heads); ++h) {
+      const Positions own = layer.positions.empty() ? Positions::automatic : layer.positions[h];
+      if (spec.groups.empty() || spec.groups.back().positions != own) {
+        spec.groups.push_back(group);
+        spec.groups.back().positions = own;
+      }
+      ++spec.groups.back().heads;
+    }
+    if (spec.groups.size() == 1) spec.groups[0].heads = 0;
   }
-  target.choice.error = 0;
-  target.choice.verified = 0;
-  target.measured = full;
+  return specs;
 }
 
 }  // namespace
+
+CalibratedModel calibrated_model(const PretrainedEncoder& encoder) {
+  torch_api::Encoder model = encoder.model;
+  model->eval();
+  return {.names = names_of("encoder.layer.{}.attention.self", model->options().layers),
+          .heads = model->options().heads,
+          .run =
+              [model](const at::Tensor& tokens, const torch_api::PassContext& context) mutable {
+                return model->forward(tokens, {}, context).out;
+              },
+          .attention = [model](std::int64_t layer) { return model->attention(layer); },
+          .check = [model](const auto& specs) { model->check_attention(specs); },
+          .set = [model](const auto& specs) mutable { model->set_attention(specs); }};
+}
+
+CalibratedModel calibrated_model(torch_api::LanguageModel model, bool bf16) {
+  torch_api::Transformer stack = model->transformer();
+  const torch_api::TransformerOptions& options = stack->options();
+  if (options.causal) {
+    throw Error(
+        "[approximate] expected a model that sees both sides, such as one of --task masked; got a "
+        "causal one");
+  }
+  for (const AttentionSpec& spec : options.attention) {
+    for (const HeadGroup& group : spec.groups) {
+      if (std::holds_alternative<FullParams>(group.mechanism)) continue;
+      throw Error("[approximate] expected a model that was trained with full attention; got \"" +
+                  spec.to_string() + '"');
+    }
+  }
+  model->eval();
+  return {
+      .names = names_of("transformer.layers.{}.attention", options.layers),
+      .heads = options.heads,
+      .run =
+          [model, bf16](const at::Tensor& tokens, const torch_api::PassContext& context) mutable {
+            const AutocastGuard autocast(tokens.device(), bf16);
+            return model->forward(tokens, context).out;
+          },
+      .attention = [stack](std::int64_t layer) { return stack->attention(layer); },
+      .check = [stack](const auto& specs) { stack->check_attention(specs); },
+      .set = [stack](const auto& specs) mutable { stack->set_attention(specs); }};
+}
 
 std::vector<std::string> default_ladder(std::int64_t length) {
   std::vector<std::string> ladder;
@@ -240,61 +324,78 @@ std::vector<std::string> default_ladder(std::int64_t length) {
   return ladder;
 }
 
-Calibration calibrate(PretrainedEncoder& encoder, const std::vector<EncodedText>& texts,
-                      const std::vector<EncodedText>& held_out, const CalibrateOptions& options) {
+std::vector<at::Tensor> equal_batches(const std::vector<at::Tensor>& rows, std::int64_t tokens) {
+  std::vector<at::Tensor> batches;
+  if (rows.empty()) return batches;
+  const auto size =
+      std::min(rows.size(),
+               static_cast<std::size_t>(std::max<std::int64_t>(tokens / rows.front().size(1), 1)));
+  for (std::size_t first = 0; first + size <= rows.size(); first += size) {
+    const auto begin = rows.begin() + static_cast<std::ptrdiff_t>(first);
+    batches.push_back(
+        at::cat(std::vector<at::Tensor>(begin, begin + static_cast<std::ptrdiff_t>(size))));
+  }
+  return batches;
+}
+
+Calibration calibrate(const CalibratedModel& model, const std::vector<at::Tensor>& measured,
+                      const std::vector<at::Tensor>& held_out, const CalibrateOptions& options) {
   const at::NoGradGuard no_grad;
-  if (texts.empty() || held_out.empty()) {
+  if (measured.empty() || held_out.empty()) {
     throw Error(
         fmt::format("[approximate] expected texts to measure and to verify; got {} and {} "
                     "(give more --data, or a smaller --length)",
-                    texts.size(), held_out.size()));
+                    measured.size(), held_out.size()));
   }
-  encoder.model->eval();
-  Measurer measurer(encoder, options);
-  for (const EncodedText& text : texts) measurer.add_errors(text);
-  measurer.add_times(texts.front());
+  Measurer measurer(model, options);
+  for (const at::Tensor& tokens : measured) measurer.add_errors(tokens);
+  measurer.add_times(measured.front());
   Calibration found;
   found.ladder = options.ladder;
   found.full = measurer.full();
   found.layers = measurer.finish();
+  found.seconds = measurer.seconds();
 
   std::vector<FullPass> passes;
-  for (const EncodedText& text : held_out) {
-    passes.push_back(full_pass(encoder, text, options.seed));
-    passes.back().records.clear();
+  for (const at::Tensor& tokens : held_out) {
+    passes.push_back(full_pass(model, tokens, options.seed, /*rows=*/false));
   }
-  const auto error_of = [&](const std::vector<AttentionSpec>& specs) {
-    encoder.model->set_attention(specs);
-    double sum = 0;
-    for (const FullPass& pass : passes) {
-      const double error =
-          relative_error(rows_of_text(encoder, pass.batch, options.seed), pass.out);
-      sum += error * error;
-    }
-    return std::sqrt(sum / static_cast<double>(passes.size()));
-  };
-  std::map<std::string, MeasuredAttention> measured;
-  const auto measure = [&](const std::string& name, const std::vector<AttentionSpec>& specs,
-                           double error) {
-    encoder.model->set_attention(specs);
+  // Each attention once.
+  std::map<std::string, double> errors, times;
+  const auto once = [&](std::map<std::string, double>& known,
+                        const std::vector<AttentionSpec>& specs,
+                        const std::function<double()>& measure) {
     std::string key;
     for (const AttentionSpec& spec : specs) key += spec.to_string() + ";";
-    const auto known = measured.find(key);
-    if (known != measured.end()) return known->second;
-    MeasuredAttention own{name, specs, std::isnan(error) ? error_of(specs) : error, 0};
-    own.seconds = seconds_of(
-        options.seconds, [&] { return rows_of_text(encoder, passes.front().batch, options.seed); });
-    return measured[key] = own;
+    const auto place = known.find(key);
+    if (place != known.end()) return place->second;
+    model.set(specs);
+    return known[key] = measure();
   };
-  const double unknown = std::numeric_limits<double>::quiet_NaN();
+  const auto error_of = [&](const std::vector<AttentionSpec>& specs) {
+    return once(errors, specs, [&] {
+      double sum = 0;
+      for (const FullPass& pass : passes) {
+        const double error = relative_error(output_of(model, pass.tokens, options.seed), pass.out);
+        sum += error * error;
+      }
+      return std::sqrt(sum / static_cast<double>(passes.size()));
+    });
+  };
+  const auto seconds = [&](const std::vector<AttentionSpec>& specs) {
+    return once(times, specs, [&] {
+      return seconds_of(options.seconds,
+                        [&] { return output_of(model, passes.front().tokens, options.seed); });
+    });
+  };
   const auto all = static_cast<std::int64_t>(options.ladder.size());
   for (const std::string& rung : options.ladder) {
     if (options.progress) {
       options.progress("each rung in all heads", static_cast<std::int64_t>(found.uniform.size()),
                        all);
     }
-    const std::vector<AttentionSpec> specs(found.layers.size(), AttentionSpec::parse(rung));
-    found.uniform.push_back(measure(rung, specs, unknown));
+    const std::vector<AttentionSpec> specs = in_all_heads(rung, found.layers);
+    found.uniform.push_back({rung, specs, error_of(specs), seconds(specs)});
   }
   for (const double target : options.targets) {
     if (options.progress) {
@@ -302,14 +403,15 @@ Calibration calibrate(PretrainedEncoder& encoder, const std::vector<EncodedText>
                        static_cast<std::int64_t>(options.targets.size()));
     }
     CalibratedTarget own{target, {}, {}};
-    own.choice = choose_verified(options.ladder, found.layers, target,
-                                 [&](const Choice& choice) { return error_of(choice.layers); });
-    own.measured =
-        measure(fmt::format("chosen for {}", target), own.choice.layers, own.choice.verified);
-    const MeasuredAttention& full = found.uniform.at(found.full);
-    if (own.measured.seconds >= full.seconds) stay_full(own, full, found.full);
+    own.choice = choose_verified(
+        options.ladder, found.layers, target,
+        [&](const Choice& choice) { return error_of(choice.layers); },
+        [&](const Choice& choice) { return seconds(choice.layers); });
+    own.measured = {fmt::format("chosen for {}", target), own.choice.layers, own.choice.verified,
+                    own.choice.seconds};
     found.targets.push_back(std::move(own));
   }
+  model.set({AttentionSpec::parse("full")});
   return found;
 }
 

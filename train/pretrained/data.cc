@@ -10,6 +10,7 @@
 
 #include "coterie/error.h"
 #include "formats/json_lines.h"
+#include "train/reviews.h"
 #include "train/unicode.h"
 
 namespace coterie::train {
@@ -192,24 +193,11 @@ GlueData read_glue(const std::vector<CorpusFile>& files, const std::string& name
 }
 
 std::vector<LabelledText> read_imdb(const std::vector<CorpusFile>& files, const std::string& part) {
-  for (const CorpusFile& file : files) {
-    if (file.name.find("." + part + ".jsonl") == std::string::npos) continue;
-    std::vector<LabelledText> rows;
-    for (const std::string& line : split(file.text, '\n')) {
-      if (line.empty()) continue;
-      check_json(line, "[data] " + file.name);
-      const json row = json::parse(line, nullptr, /*allow_exceptions=*/false);
-      if (!row.is_object() || !row.contains("text") || !row["text"].is_string() ||
-          !row.contains("label") || !row["label"].is_number_integer()) {
-        refuse_data(file.name, fmt::format("expected an object with text and label in line {}",
-                                           rows.size() + 1));
-      }
-      rows.push_back({row["text"].get<std::string>(), "", row["label"] == 1 ? 1.0 : 0.0});
-    }
-    if (rows.empty()) refuse_data(file.name, "expected reviews; got none");
-    return rows;
+  std::vector<LabelledText> rows;
+  for (Review& review : read_reviews(files, part)) {
+    rows.push_back({std::move(review.text), "", review.positive ? 1.0 : 0.0});
   }
-  throw Error("[data] expected a file *." + part + ".jsonl or .jsonl.xz for the task imdb-probe");
+  return rows;
 }
 
 SquadData parse_squad(const std::string& text, const std::string& name) {

@@ -51,8 +51,8 @@ Batch RowTask::batch(Split split, std::int64_t index, std::int64_t rows) const {
 
   Batch batch;
   batch.tokens = at::zeros({rows, length_}, at::kLong);
-  batch.targets = at::full({rows, length_}, kIgnore, at::kLong);
-  if (!strata().empty()) batch.strata = at::zeros({rows, length_}, at::kLong);
+  batch.targets = at::full({rows, targets()}, kIgnore, at::kLong);
+  if (!strata().empty()) batch.strata = at::zeros({rows, targets()}, at::kLong);
   const at::Tensor lengths = at::empty({rows}, at::kLong);
   bool all_valid = true;
   for (std::int64_t r = 0; r < rows; ++r) {

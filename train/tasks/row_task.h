@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // A task whose batches are filled row by row. Derived tasks implement fill() and may override the
-// number of held-out rows.
+// number of held-out rows and of targets.
 #pragma once
 
 #include <span>
@@ -28,6 +28,7 @@ class RowTask : public Task {
 
   // Rows of valid or test.
   virtual std::int64_t held_out_rows(Split) const { return 1024; }
+  virtual std::int64_t targets() const { return length_; }  // of a row, and its strata
   virtual void fill(Row& row) const = 0;
 
   std::int64_t length() const { return length_; }

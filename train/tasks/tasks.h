@@ -15,5 +15,11 @@ std::unique_ptr<Task> make_bytes_task(const Config& config, const TaskFiles* sto
 std::unique_ptr<Task> make_masked_task(const Config& config, const TaskFiles* stored);
 std::unique_ptr<Task> make_tokens_task(const Config& config, const TaskFiles* stored);
 std::unique_ptr<Task> make_words_task(const Config& config, const TaskFiles* stored);
+std::unique_ptr<Task> make_listops_task(const Config& config, const TaskFiles* stored);
+std::unique_ptr<Task> make_pathfinder_task(const Config& config, const TaskFiles* stored);
+std::unique_ptr<Task> make_images_task(const Config& config, const TaskFiles* stored);
+std::unique_ptr<Task> make_imdb_task(const Config& config, const TaskFiles* stored);
+std::unique_ptr<Task> make_retrieval_task(const Config& config, const TaskFiles* stored);
+std::unique_ptr<Task> make_speech_task(const Config& config, const TaskFiles* stored);
 
 }  // namespace coterie::train

@@ -3,7 +3,8 @@
 
 The core chooses (include/coterie/choice.h); this module measures for it. In every layer, for every
 spec of a ladder: the change of each head's attention output, and the time. Then, layer by layer,
-the error of the model's output if that layer alone changes.
+the error of the model's output if that layer alone changes. Choices are verified by the error of the
+model's output and the time of its pass.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class Calibration:
     Errors are relative: norm of the difference of the model's outputs over the norm of those with
     full attention. ``verified`` is measured on held-out samples, ``estimated`` is the sum that the
     choice was made by, as are the seconds of attention per pass, ``time`` and ``full_time``.
+    ``seconds`` and ``full_seconds`` are measured: a pass of the whole model over one sample.
     ``uniform`` is the cheapest single spec for all heads under the target, by the same estimate.
     """
 
@@ -65,6 +66,8 @@ class Calibration:
     estimated: float
     time: float
     full_time: float
+    seconds: float
+    full_seconds: float
     uniform: str
     uniform_error: float
     uniform_time: float
@@ -107,8 +110,8 @@ class Calibration:
         else:
             lines = [
                 f"attention {gain:.2f} times as fast ({self.time * 1e3:.3g} ms instead of "
-                f"{self.full_time * 1e3:.3g}), error {self.verified:.2g} on held-out samples "
-                f"(target {self.target:g})"
+                f"{self.full_time * 1e3:.3g}), the model {self.full_seconds / self.seconds:.2f} times; "
+                f"error {self.verified:.2g} on held-out samples (target {self.target:g})"
             ]
         lines.append(
             f"{self.length} tokens on {self.device}; the best single spec for all heads: "
@@ -216,10 +219,18 @@ def calibrate(
                 with _specs(found, {probe.name: rungs[rung]}):
                     probe.output_error[rung] = _error(outputs.of(measured), wanted)
 
+        def changed(specs: list[str]) -> contextlib.AbstractContextManager[None]:
+            return _specs(
+                found, {n: s for n, s in zip(names, specs, strict=True) if s != "full"}
+            )
+
         def verify(specs: list[str]) -> float:
-            changed = {n: s for n, s in zip(names, specs, strict=True) if s != "full"}
-            with _specs(found, changed):
+            with changed(specs):
                 return _error(outputs.of(held_out), kept)
+
+        def seconds(specs: list[str]) -> float:
+            with changed(specs):
+                return _time_of_pass(model, held_out[0])
 
         sizes = [probe.sizes for probe in probes.values()]
         choice = choose(
@@ -230,6 +241,7 @@ def calibrate(
             target,
             rounds,
             verify,
+            seconds,
         )
     return Calibration(
         layers=[_layer(choice, i, name, probes[name].sizes) for i, name in enumerate(names)],
@@ -241,6 +253,8 @@ def calibrate(
         estimated=float(choice["error"]),
         time=float(choice["time"]),
         full_time=float(choice["full_time"]),
+        seconds=float(choice["seconds"]),
+        full_seconds=float(choice["full_seconds"]),
         uniform=choice["uniform"],
         uniform_error=float(choice["uniform_error"]),
         uniform_time=float(choice["uniform_time"]),
@@ -508,6 +522,10 @@ def _time_of(call: Callable[[], Any]) -> float:
     return min(seconds)
 
 
+def _time_of_pass(model: Any, one: dict[str, Any]) -> float:
+    return _time_of(lambda: model(**one))
+
+
 def _measure(
     model: Any,
     found: dict[str, Any],
@@ -525,12 +543,6 @@ def _measure(
     with _specs(found, probes):
         for one in inputs:
             model(**one)
-    for sizes in by_size:  # layers of equal sizes do the same work, up to sizes of clusters
-        same = [probe for probe in probes.values() if probe.sizes == sizes and probe.times]
-        times = [median(rung) for rung in zip(*(probe.times for probe in same), strict=True)]
-        own = median(probe.own_time for probe in same) if same else 0.0
-        for probe in same:
-            probe.times, probe.own_time = times, own
     for probe in probes.values():
         if not probe.times:
             raise ValueError(

@@ -36,6 +36,7 @@ struct Cast : AllKeys {
   }
   static bool keys_are_queries(const Params&) { return false; }
   static bool self_attention(const Params&) { return true; }
+  static bool selects_together(const Params& params) { return params.share_heads; }
   static Causality causality(const Params&, bool causal) { return refuse_causal(kName, causal); }
   static void settle(Params&, Causality) {}
   static Decoding decoding(const Params&) { return Decoding::none; }

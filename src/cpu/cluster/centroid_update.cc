@@ -73,9 +73,9 @@ void draw_centroids(const SphericalKMeansParams& params, std::int64_t head,
                     const std::vector<Span>& spans, const TensorView& centroids,
                     const KMeansWorkspace<T>& workspace) {
   const std::int64_t clusters = centroids.size(1), dim = centroids.size(2);
-  const std::vector<const T*> candidates =
-      draw_rows<T>({params.seed, RandomUse::centroid_init, static_cast<std::uint32_t>(head)}, head,
-                   params.candidates * clusters, spans, workspace.rows.rows);
+  const std::vector<const T*> candidates = draw_rows<T>(
+      {params.seed, RandomUse::centroid_init, static_cast<std::uint32_t>(params.first_head + head)},
+      head, params.candidates * clusters, spans, workspace.rows.rows);
   std::vector<double> largest(candidates.size(), -std::numeric_limits<double>::infinity());
   for (std::int64_t c = 0; c < clusters; ++c) {
     const auto place = std::min_element(largest.begin(), largest.end()) - largest.begin();

@@ -67,7 +67,8 @@ void hamming_clusters(const ClusteringParams& params, const AttentionCall& call,
     for (std::int64_t head = 0; head < call.H; ++head) {
       const Span& span = query_span(call, item);
       const std::int64_t problem = item * call.H + head;
-      problems.push_back({codes_of(item, head), span.length, static_cast<std::uint32_t>(problem),
+      problems.push_back({codes_of(item, head), span.length,
+                          call.inputs.part.stream(problem, call.H),
                           ws.code_centroids + problem * params.clusters,
                           span_at<std::int32_t>(labels, span, head)});
     }
@@ -147,7 +148,7 @@ void key_metric_clusters(const ClusteringParams& params, const AttentionCall& ca
     }
     const std::int64_t problem = item * call.H + head;
     const RandomStream stream{call.inputs.seed, RandomUse::initial_centroid,
-                              static_cast<std::uint32_t>(problem)};
+                              call.inputs.part.stream(problem, call.H)};
     const Rows queries = span_rows(call.inputs.q, span, head);
     for (std::int64_t c = 0; c < clusters; ++c)
       kernels<T>().load(queries,

@@ -41,8 +41,9 @@ void key_difference_planes(const AttentionCall& call, std::int64_t item, std::in
   std::fill_n(planes, bits * call.Dk, 0.0f);
   if (span.length == 0) return;
   const Rows keys = span_rows(call.k, span, kv_head);
-  const RandomStream pairs{call.inputs.seed, RandomUse::key_pair,
-                           static_cast<std::uint32_t>(item * call.key_heads + kv_head)};
+  const RandomStream pairs{
+      call.inputs.seed, RandomUse::key_pair,
+      call.inputs.part.stream(item * call.key_heads + kv_head, call.key_heads)};
   const auto draw = [&](std::int64_t index) {
     return random_below(pairs, static_cast<std::uint64_t>(index),
                         static_cast<std::uint32_t>(span.length));

@@ -192,7 +192,7 @@ __device__ inline std::uint64_t centroid(const HammingArgs& args, const Problem&
   if (!initial)
     return args.centroids[static_cast<std::int64_t>(problem.number) * args.shape.clusters + c];
   const RandomStream stream{args.shape.seed, RandomUse::initial_centroid,
-                            static_cast<std::uint32_t>(problem.number)};
+                            args.shape.stream(problem.number)};
   return problem.all_codes[random_permutation(stream, static_cast<std::uint32_t>(c),
                                               static_cast<std::uint32_t>(problem.count))];
 }
@@ -506,7 +506,7 @@ __device__ void update_centroids(const HammingArgs& args, const Team& team, cons
                                  int iteration) {
   const int clusters = args.shape.clusters, lane = threadIdx.x % 32;
   const RandomStream stream{args.shape.seed, RandomUse::empty_cluster,
-                            static_cast<std::uint32_t>(problem.number)};
+                            args.shape.stream(problem.number)};
   const std::uint64_t mask = (std::uint64_t{1} << args.run.bits) - 1;
   const int parts = kShared ? team.size * args.segments : 0;
   for (int c = threadIdx.x / 32 * team.size + team.rank; c < clusters; c += kWarps * team.size) {

@@ -58,7 +58,7 @@ __device__ void key_plane(const HashArgs& args, const Tensor4<const T>& k, int k
   const ItemSpan span = args.shape.k.span(item);
   const Rows<const T> keys = k.rows(span.batch, key_problem % key_heads, span.begin);
   const RandomStream pairs{args.shape.seed, RandomUse::key_pair,
-                           static_cast<std::uint32_t>(key_problem)};
+                           args.shape.key_stream(key_problem)};
   // Lane l draws number l of the plane's 2 * kPairsPerPlane = 32.
   const int lane = threadIdx.x % 32;
   const int drawn = span.length == 0

@@ -361,7 +361,7 @@ struct KeyKMeans {
   // Chooses the row of a first centroid; called by one half of the warps.
   __device__ __forceinline__ void choose_row() const {
     const RandomStream stream{args.shape.seed, RandomUse::initial_centroid,
-                              static_cast<std::uint32_t>(problem)};
+                              args.shape.stream(problem)};
     const int place = (warp - kWarps / 2) * 32 + own_lane(),
               c = min(place, args.shape.clusters - 1);
     const auto row = static_cast<std::int32_t>(random_permutation(

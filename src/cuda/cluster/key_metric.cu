@@ -81,8 +81,7 @@ __global__ void __launch_bounds__(kWeighThreads)
     cp_async16(shared_address(shared) + 4 * i, from + i, 16);
   cp_async_commit();
   // Lane 0 finds the first row of the cluster, the others that of cluster 0: the reference.
-  const RandomStream stream{shape.seed, RandomUse::initial_centroid,
-                            static_cast<std::uint32_t>(problem)};
+  const RandomStream stream{shape.seed, RandomUse::initial_centroid, shape.stream(problem)};
   const int drawn = lane == 0 ? min(c, shape.clusters - 1) : 0;
   const int row = static_cast<int>(random_permutation(stream, static_cast<std::uint32_t>(drawn),
                                                       static_cast<std::uint32_t>(span.length)));

@@ -19,7 +19,6 @@
 #include "cuda/launch/launch.h"
 #include "cuda/prim/bands.cuh"
 #include "cuda/prim/dependent.cuh"
-#include "cuda/prim/store.cuh"
 
 namespace coterie::cuda {
 namespace {
@@ -67,14 +66,7 @@ template <class T, int kBands>
 __device__ __forceinline__ void store_rows(const Rows<T>& to, const float (&sum)[kBands][32],
                                            int count) {
 #pragma unroll
-  for (int part = 0; part < 2 * kBands; ++part) {
-    Accumulator pair[2];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) pair[i / 8][i / 4 % 2][i % 4] = sum[part / 2][part % 2 * 16 + i];
-#pragma unroll
-    for (int side = 0; side < 2; ++side)
-      store_columns(to, group_row(side), group_row(side) < count, 32 * part, pair, side);
-  }
+  for (int band = 0; band < kBands; ++band) store_band(to, sum[band], 0, count, 64 * band);
 }
 
 // A query without weights has an lse of +inf, which makes its weights 0.

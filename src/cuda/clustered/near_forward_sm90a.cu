@@ -19,7 +19,6 @@
 #include "cuda/launch/launch.h"
 #include "cuda/prim/bands.cuh"
 #include "cuda/prim/dependent.cuh"
-#include "cuda/prim/store.cuh"
 
 namespace coterie::cuda {
 namespace {
@@ -268,17 +267,8 @@ __global__ void __launch_bounds__(kNearThreads, kDim == 64 ? 4 : 2)
     args.cancels[rows.item * (queries.H / queries.group) + kv_head] = 1;  // all write the same
   const Rows<T> out = args.out.rows(rows.span.batch, head, rows.span.begin);
 #pragma unroll
-  for (int part = 0; part < kDim / 32; ++part) {
-    Accumulator pair[2];
-#pragma unroll
-    for (int i = 0; i < 16; ++i)
-      pair[i / 8][i / 4 % 2][i % 4] = own.out[part / 2][part % 2 * 16 + i];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = group_row(half);
-      store_columns(out, rows.begin + row, row < count, 32 * part, pair, half);
-    }
-  }
+  for (int band = 0; band < kDim / 64; ++band)
+    store_band(out, own.out[band], rows.begin, count, 64 * band);
 }
 
 }  // namespace

@@ -45,6 +45,14 @@ struct ListBackwardArgs {
   float weight_scale;  // kHalfWeightScale for fp16; 1 for other types
 };
 
+// Arguments of full_backward_sm90a.cu. Its tiles of queries and keys have other sizes.
+template <class T>
+struct FullBackwardArgs {
+  ListBackwardArgs<T> lists;
+  Tensor4<const T> out;
+  FullScratch scratch;
+};
+
 // Factors of a head's scores.
 struct ScoreScale {
   float score;     // to logits
@@ -81,5 +89,7 @@ void launch_whole_lists_sm90a(const ListBackwardArgs<T>& args, const ListBackwar
                               const std::array<TensorView, 3>& cleared, cudaStream_t stream);
 template <class T>
 void launch_windows_sm90a(const ListBackwardArgs<T>& args, const WalkCut& cut, cudaStream_t stream);
+template <class T>
+void launch_full_sm90a(const FullBackwardArgs<T>& args, cudaStream_t stream);
 
 }  // namespace coterie::cuda

@@ -104,6 +104,7 @@ bool lists_backward(const AttentionCall& call, const ListCall& lists,
   const std::int64_t values =
       gradients.lse.by_slot ? list_query_slots(call, lists) : call.B * call.H * call.N;
   float* delta = arena.take<float>(recompute ? values : 0);
+  const FullScratch full = take_full(call, lists, arena);
   if (arena.counting()) return false;
   const ListBackwardPlan plan = plan_lists_backward(call, lists, gradients);
   zero_gradient_padding(call, gradients, stream);
@@ -119,6 +120,8 @@ bool lists_backward(const AttentionCall& call, const ListCall& lists,
         return launch_whole_lists_sm90a(args, plan, gradients.cleared, stream);
       if (plan.kernel == ListBackwardKernel::windows)
         return launch_windows_sm90a(args, plan.windows, stream);
+      if (plan.kernel == ListBackwardKernel::full)
+        return launch_full_sm90a<T>({args, tensor4<const T>(gradients.out), full}, stream);
     }
     if (plan.queries) launch_side(args, plan, false, stream);
     if (args.delta_out) args.delta = {args.delta_out, args.delta_out_by_slot};

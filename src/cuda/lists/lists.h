@@ -133,6 +133,7 @@ struct ListGradients {
   ListValues weight;    // optional factor of output gradients
   ListValues lse;       // softmax only
   ListValues delta;     // gradient . output; null: recomputed, laid out as lse
+  TensorView out;       // optional (B, H, N, Dv): gives delta, as rounded as it is
   // By row, if every row is in one list: rows in no list get 0. If key heads share a value head, dv
   // is only available by slot.
   TensorView dq, dk, dv;

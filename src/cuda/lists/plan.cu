@@ -213,6 +213,24 @@ bool takes_windows(const ListProblem& problem, const ListGradients& to) {
          close(to.dv) && (rows / kStreamRows + 8) * q.items * q.heads < kMost;
 }
 
+// Whether the call's shapes and types are those of full_backward_sm90a.cu.
+bool is_full(const AttentionCall& call, const ListCall& lists) {
+  const auto all_rows = [](const ListSide& side) { return side.layout == ListLayout::residues; };
+  return call.inputs.delta_from_output && dtype_bytes(call.inputs.q.dtype) == 2 && on_hopper() &&
+         !call.dropout.on() && list_form(lists) == ListForm::plain && !lists.head_scale &&
+         lists.lists == 1 && all_rows(lists.queries) && all_rows(lists.keys) &&
+         (lists.ranges.rule == ListRule::all || lists.ranges.rule == ListRule::causal) &&
+         call.key_heads == call.value_heads;
+}
+ListTiles full_tiles(const AttentionCall& call, const ListCall& lists, bool keys) {
+  return list_tiles(slot_side(call, lists, keys),
+                    keys ? kFullKeyBits : full_query_bits(std::max(call.Dk, call.Dv)));
+}
+bool takes_full(const AttentionCall& call, const ListCall& lists, const ListGradients& to) {
+  return is_full(call, lists) && to.out.present() && near(to.out) && to.dq.present() &&
+         to.dk.present() && to.dv.present();
+}
+
 WalkCut cut_windows(const ListProblem& problem) {
   const SlotSide &q = problem.q, &k = problem.k;
   const int queries = q.spans.rows, keys = k.spans.rows;
@@ -252,6 +270,19 @@ std::int64_t list_query_slots(const AttentionCall& call, const ListCall& lists) 
 
 std::int64_t list_key_slots(const AttentionCall& call, const ListCall& lists) {
   return list_slots(call, lists, lists.keys, call.key_heads, call.S);
+}
+
+FullScratch take_full(const AttentionCall& call, const ListCall& lists, Arena& arena) {
+  FullScratch scratch;
+  if (!is_full(call, lists)) return scratch;
+  const std::int64_t parts = full_tiles(call, lists, false).total * call.H * 2;
+  constexpr std::int64_t kPart = 64 * 64;
+  scratch.shifts = arena.take<float>(call.B * call.H * call.N);
+  scratch.deltas = arena.take<float>(call.B * call.H * call.N);
+  scratch.sums = arena.take<float>(parts * kPart);
+  scratch.turns = arena.take<std::int32_t>(parts);
+  scratch.ticket = arena.take<std::int32_t>(1);
+  return scratch;
 }
 
 ListForwardPlan plan_lists_forward(const AttentionCall& call, const ListCall& lists,
@@ -301,6 +332,10 @@ ListBackwardPlan plan_lists_backward(const AttentionCall& call, const ListCall& 
                       shared_lists;
   if (!hopper) {
     plan.kernel = ListBackwardKernel::tiles;
+  } else if (takes_full(call, lists, gradients)) {
+    plan.kernel = ListBackwardKernel::full;
+    plan.q_tiles = full_tiles(call, lists, false);
+    plan.k_tiles = full_tiles(call, lists, true);
   } else if (plan.queries && takes_whole_lists(problem, gradients)) {
     plan.kernel = ListBackwardKernel::whole;
     plan.whole_lists = problem.q.items * problem.q.lists * problem.q.heads;

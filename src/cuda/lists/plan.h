@@ -72,12 +72,25 @@ struct WalkCut {
 constexpr int kWholeTiles = 4;                          // on either side of a whole list
 constexpr int kWholeRanks = kWholeTiles * kStreamRows;  // of a list
 
+// Full attention whose delta comes from the output (full_backward_sm90a.cu): keys of a block and
+// queries of a tile.
+constexpr int kFullKeyBits = 7;
+constexpr int full_query_bits(std::int64_t width) { return width <= 64 ? 7 : 6; }
+// Its scratch memory, empty for other calls.
+struct FullScratch {
+  float *shifts = nullptr, *deltas = nullptr;        // (B, H, N)
+  float* sums = nullptr;                             // of dq: (H, tiles, 2, 4096)
+  std::int32_t *turns = nullptr, *ticket = nullptr;  // turns: (H, tiles, 2)
+};
+FullScratch take_full(const AttentionCall& call, const ListCall& lists, Arena& arena);
+
 enum class ListBackwardKernel {
   tiles,       // backward.cu: a kernel for queries and one for keys, as in the next two
   wide_tiles,  // the same with warpgroup products. backward_sm90a.cu
   stream,      // backward_sm90a.cu
   whole,       // all gradients in one kernel. whole_backward_sm90a.cu
   windows,     // window_backward_sm90a.cu
+  full,        // full_backward_sm90a.cu
 };
 struct ListBackwardPlan {
   ListProblem problem;

@@ -113,26 +113,31 @@ template <class T>
 void launch_windows_sm90a(const ListBackwardArgs<T>&, const WalkCut&, cudaStream_t) {
   absent();
 }
+template <class T>
+void launch_full_sm90a(const FullBackwardArgs<T>&, cudaStream_t) {
+  absent();
+}
 
-#define COTERIE_INSTANTIATE(T)                                                                \
-  template bool nearest_sm90a(const NearestArgs<T>&, cudaStream_t);                           \
-  template void centroid_gradients_sm90a(const BackwardArgs<T>&, cudaStream_t);               \
-  template void attend_chunks_sm90a(const AttendArgs<T>&, cudaStream_t);                      \
-  template void attend_near_sm90a(const NearArgs<T>&, cudaStream_t);                          \
-  template void near_query_gradients_sm90a(const BackwardArgs<T>&, const CentroidQueries&,    \
-                                           cudaStream_t);                                     \
-  template void near_key_gradients_sm90a(const BackwardArgs<T>&, const CentroidQueries&,      \
-                                         cudaStream_t);                                       \
-  template void select_sm90a(const SelectArgs<T>&, const SelectTeams&, const MeanOutputs<T>*, \
-                             cudaStream_t);                                                   \
-  template void launch_list_forward_sm90a(const ListForwardArgs<T>&, const ListForwardPlan&,  \
-                                          cudaStream_t);                                      \
-  template void launch_wide_tiles_sm90a(const ListBackwardArgs<T>&, bool, cudaStream_t);      \
-  template void launch_list_stream_sm90a(const ListBackwardArgs<T>&, const ListBackwardPlan&, \
-                                         bool, cudaStream_t);                                 \
-  template void launch_whole_lists_sm90a(const ListBackwardArgs<T>&, const ListBackwardPlan&, \
-                                         const std::array<TensorView, 3>&, cudaStream_t);     \
-  template void launch_windows_sm90a(const ListBackwardArgs<T>&, const WalkCut&, cudaStream_t)
+#define COTERIE_INSTANTIATE(T)                                                                  \
+  template bool nearest_sm90a(const NearestArgs<T>&, cudaStream_t);                             \
+  template void centroid_gradients_sm90a(const BackwardArgs<T>&, cudaStream_t);                 \
+  template void attend_chunks_sm90a(const AttendArgs<T>&, cudaStream_t);                        \
+  template void attend_near_sm90a(const NearArgs<T>&, cudaStream_t);                            \
+  template void near_query_gradients_sm90a(const BackwardArgs<T>&, const CentroidQueries&,      \
+                                           cudaStream_t);                                       \
+  template void near_key_gradients_sm90a(const BackwardArgs<T>&, const CentroidQueries&,        \
+                                         cudaStream_t);                                         \
+  template void select_sm90a(const SelectArgs<T>&, const SelectTeams&, const MeanOutputs<T>*,   \
+                             cudaStream_t);                                                     \
+  template void launch_list_forward_sm90a(const ListForwardArgs<T>&, const ListForwardPlan&,    \
+                                          cudaStream_t);                                        \
+  template void launch_wide_tiles_sm90a(const ListBackwardArgs<T>&, bool, cudaStream_t);        \
+  template void launch_list_stream_sm90a(const ListBackwardArgs<T>&, const ListBackwardPlan&,   \
+                                         bool, cudaStream_t);                                   \
+  template void launch_whole_lists_sm90a(const ListBackwardArgs<T>&, const ListBackwardPlan&,   \
+                                         const std::array<TensorView, 3>&, cudaStream_t);       \
+  template void launch_windows_sm90a(const ListBackwardArgs<T>&, const WalkCut&, cudaStream_t); \
+  template void launch_full_sm90a(const FullBackwardArgs<T>&, cudaStream_t)
 COTERIE_INSTANTIATE(Bf16);
 COTERIE_INSTANTIATE(F16);
 

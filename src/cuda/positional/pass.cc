@@ -80,6 +80,7 @@ class PositionalPass : public Pass {
     wanted.dq = gradients.dq;
     wanted.dk = gradients.dk;
     wanted.dv = gradients.dv;
+    if (call_.inputs.delta_from_output) wanted.out = result.out;
     lists_backward(call_, lists_, wanted, arena, stream_of(workspace));
   }
 

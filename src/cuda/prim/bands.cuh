@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/prim/load.cuh"
+#include "cuda/prim/store.cuh"
 #include "cuda/prim/wgmma.cuh"
 
 namespace coterie::cuda {
@@ -113,6 +114,23 @@ __device__ __forceinline__ void round_factor(std::uint32_t (&x)[kCount / 8][4],
 __device__ __forceinline__ int group_row(int side) {
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   return thread / 32 * 16 + 8 * side + thread % 32 / 4;
+}
+
+// Writes columns `column` .. column + 63 of a warpgroup's rows, from `first` on; `left` of them
+// exist.
+template <class T>
+__device__ __forceinline__ void store_band(const Rows<T>& rows, const float (&sum)[32], int first,
+                                           int left, int column) {
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    Accumulator pair[2];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) pair[i / 8][i / 4 % 2][i % 4] = sum[16 * part + i];
+#pragma unroll
+    for (int side = 0; side < 2; ++side)
+      store_columns(rows, first + group_row(side), group_row(side) < left, column + 32 * part, pair,
+                    side);
+  }
 }
 
 // All threads of one warpgroup wait for each other. Not a PartBarrier (mbarrier.cuh) because

@@ -18,11 +18,17 @@ struct ClusterShape {
   int rows, clusters;
   SequenceSpans q, k;
   std::uint64_t seed;
+  CallPart part;
 
   __host__ __device__ int problems() const { return items * heads; }
   __host__ __device__ int key_problems() const { return items * (heads / group); }
   __device__ int key_problem(int problem) const {
     return problem / heads * (heads / group) + problem % heads / group;
+  }
+  // Their numbers in random streams.
+  __device__ std::uint32_t stream(int problem) const { return part.stream(problem, heads); }
+  __device__ std::uint32_t key_stream(int key_problem) const {
+    return part.stream(key_problem, heads / group);
   }
   // First element of an item and head in a contiguous (B, H, N) tensor.
   __device__ std::int64_t start(const ItemSpan& span, int head) const {
@@ -38,7 +44,8 @@ inline ClusterShape cluster_shape(const AttentionCall& call, std::int64_t cluste
           static_cast<int>(clusters),
           sequence_spans(call.inputs.q_sequences, call.N),
           sequence_spans(call.inputs.k_sequences, call.S),
-          call.inputs.seed};
+          call.inputs.seed,
+          call.inputs.part};
 }
 
 // `count` teams of `size` blocks; team t works on problems t, t + count, ...

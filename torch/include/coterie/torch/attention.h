@@ -65,6 +65,7 @@ struct PassContext {
   at::Tensor lengths{};    // (B), or undefined: all rows are valid
   std::uint64_t seed = 0;  // for clusterings; equal seeds repeat them (docs/architecture.md)
   std::uint64_t dropout_seed = 0;  // for attention dropout, likewise
+  std::int64_t first_row = 0;      // number of the first row in a larger batch, for random numbers
   std::int64_t layer = 0;          // set by the transformer
   // Ranks that share the sequences (ulysses.h), or null. Layers then get this rank's positions,
   // attention runs on this rank's heads, and commitments, records and statistics are of these.
@@ -100,13 +101,15 @@ class SelfAttentionImpl : public ::torch::nn::Module {
   PassOutput forward_without_bias(const at::Tensor& x_BNE, const PassContext& context);
   at::Tensor output_bias() const;  // undefined without biases
 
-  // Replaces the attention over the same projections, for evaluation. The groups must have the same
-  // numbers of heads in the same order, and the same kind of keys (separate, or the queries).
-  // Centroids, surrogate tokens and relative positions are those of the trained group; throws if it
-  // has none. If the spec names no positions, the group keeps those it was trained with.
+  // Replaces the attention over the same projections, for evaluation. Heads of groups that name no
+  // positions keep those they were trained with. Groups with as many heads as the layer's keep
+  // their centroids, surrogate tokens and relative positions; throws if the spec needs others. A
+  // layer whose groups have no such tensors, and keys that are not the queries, takes any other
+  // groups of that kind.
   void set_spec(const AttentionSpec& spec);
   void check_spec(const AttentionSpec& spec) const;  // throws what set_spec would
   const AttentionSpec& spec() const;
+  const std::vector<Positions>& trained_positions() const { return trained_positions_; }  // by head
 
   // Moves the routing centroids by one step of their moving average, outside autograd. `records`
   // are those of this layer from all passes that make up the step's batch. Records keep the rows of
@@ -132,6 +135,10 @@ class SelfAttentionImpl : public ::torch::nn::Module {
   PassOutput attended(const at::Tensor& x_BNE, const PassContext& context);
   PassOutput attended_packed(const at::Tensor& x_BNE, const PassContext& context);
   bool packs(const at::Tensor& x_BNE, const PassContext& context) const;
+  using Groups = std::vector<std::shared_ptr<HeadGroupImpl>>;
+  Groups make_groups(const AttentionSpec& spec) const;
+  AttentionSpec with_positions(const AttentionSpec& spec) const;
+  Groups other_groups(const AttentionSpec& spec) const;
   AttentionOptions group_options(std::size_t group, const at::Tensor& x_BNE,
                                  const PassContext& context);
   void record(const PassContext& context, std::int64_t group, const HeadRows& placed,
@@ -144,7 +151,8 @@ class SelfAttentionImpl : public ::torch::nn::Module {
   std::int64_t kv_heads_ = 0;
   ::torch::nn::Linear q_{nullptr}, k_{nullptr}, v_{nullptr}, out_{nullptr};
   std::vector<HeadSlice> slices_;
-  std::vector<std::shared_ptr<HeadGroupImpl>> groups_;
+  Groups groups_;
+  std::vector<Positions> trained_positions_;  // by head
 };
 TORCH_MODULE(SelfAttention);
 

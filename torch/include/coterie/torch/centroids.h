@@ -25,9 +25,11 @@ at::Tensor normalised_rows(const at::Tensor& x);
 CentroidState make_centroids(std::int64_t heads, std::int64_t clusters, std::int64_t dim,
                              std::uint64_t seed);
 
-// Replaces the centroids by spherical k-means of the rows of x, and resets counts and sums.
+// Replaces the centroids by spherical k-means of the rows of x, and resets counts and sums. The
+// heads have numbers first_head, first_head + 1, ... in random streams.
 void initialise_centroids(const CentroidState& state, const at::Tensor& x,
-                          const at::Tensor& lengths, std::uint64_t seed);
+                          const at::Tensor& lengths, std::uint64_t seed,
+                          std::int64_t first_head = 0);
 
 // int32 (B, H, N): the nearest centroid of each normalised row, -1 in padding.
 at::Tensor nearest_centroids(const at::Tensor& x, const at::Tensor& centroids,

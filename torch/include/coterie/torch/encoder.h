@@ -47,9 +47,8 @@ class EncoderImpl : public ::torch::nn::Module {
                           const Attend& attend);
 
   SelfAttention attention(std::int64_t layer) const;
-  // One spec for all layers, or one per layer, over the same parameters; heads may be grouped in
-  // any way. Not between a forward and its backward pass. Throws for mechanisms with learned
-  // tensors or without keys.
+  // One spec for all layers, or one per layer; see SelfAttention::set_spec. Not between a forward
+  // and its backward pass.
   void set_attention(const std::vector<AttentionSpec>& specs);
   void check_attention(const std::vector<AttentionSpec>& specs) const;
   std::vector<AttentionSpec> attention_specs() const;  // one per layer

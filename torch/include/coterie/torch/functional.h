@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "coterie/mechanism.h"
+#include "coterie/random.h"
 
 namespace coterie::torch_api {
 
@@ -40,6 +41,8 @@ struct AttentionOptions {
   std::uint64_t seed = 0;          // of clusterings and hashes
   double dropout = 0.0;            // probability that a weight is dropped (docs/mechanisms.md)
   std::uint64_t dropout_seed = 0;  // of several head groups: group_seed(dropout_seed, 0, group)
+  CallPart part{};                 // of a larger call, for random numbers
+  std::vector<at::Tensor> selection{};  // of attention_select for one head group; empty: chosen
 };
 
 // Returns (B, H, N, Dv) for q (B, H, N, Dk), k (B, Hkv, S, Dk), v (B, Hkv, S, Dv), in the memory
@@ -52,6 +55,12 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
 // The same for one mechanism, given by its parameters.
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const Mechanism& mechanism, const AttentionOptions& options = {});
+
+// The selection that attention() would make (int32): of a call on all heads, for calls on some of
+// them by mechanisms with selects_together. Of v only the shape counts.
+std::vector<at::Tensor> attention_select(const at::Tensor& q, const at::Tensor& k,
+                                         const at::Tensor& v, const Mechanism& mechanism,
+                                         const AttentionOptions& options = {});
 
 struct NamedTensor {
   std::string name;

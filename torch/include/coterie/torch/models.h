@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Models: a transformer between embeddings and an output layer.
+// Models: a transformer between an input and an output layer.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,10 +7,26 @@
 #include <torch/nn/modules/linear.h>
 
 #include <cstdint>
+#include <memory>
 
 #include "coterie/torch/transformer.h"
 
 namespace coterie::torch_api {
+
+constexpr std::int64_t kNoTarget = -100;  // in targets: no loss here
+
+// What training and evaluation need of a model.
+class ModelImpl : public ::torch::nn::Module {
+ public:
+  // Logits for an input whose first dimensions are (B, N).
+  virtual PassOutput forward(const at::Tensor& input, const PassContext& context = {}) = 0;
+  // Sum of the negative log-probabilities of all targets, in nats. `lengths` are those of the
+  // inputs; undefined: all positions are valid.
+  virtual at::Tensor nats(const at::Tensor& out, const at::Tensor& targets,
+                          const at::Tensor& lengths) const;
+  virtual Transformer transformer() const = 0;
+};
+using Model = std::shared_ptr<ModelImpl>;
 
 // Absolute positions added to the embeddings.
 enum class EmbeddingPositions : std::uint8_t { none, sinusoidal, learned };
@@ -41,11 +57,11 @@ struct LanguageModelOptions {
 // Maps tokens (B, N) to logits (B, N, V) of the token at each position or, if causal, after it.
 // With PassContext::ranks all ranks give the same tokens and get the logits of their positions.
 // Parameter names: embedding.weight, positions.weight, transformer.*, output.weight.
-class LanguageModelImpl : public ::torch::nn::Module {
+class LanguageModelImpl : public ModelImpl {
  public:
   explicit LanguageModelImpl(LanguageModelOptions options);
-  PassOutput forward(const at::Tensor& tokens_BN, const PassContext& context = {});
-  Transformer transformer() const;
+  PassOutput forward(const at::Tensor& tokens_BN, const PassContext& context = {}) override;
+  Transformer transformer() const override;
   const LanguageModelOptions& options() const;
 
   // Decoding: prefill takes the tokens of the next positions (at least one), step those of the next
@@ -73,10 +89,11 @@ struct SequenceClassifierOptions {
 };
 
 // Maps tokens (B, N) to logits (B, classes) from the mean over the valid positions.
-class SequenceClassifierImpl : public ::torch::nn::Module {
+class SequenceClassifierImpl : public ModelImpl {
  public:
   explicit SequenceClassifierImpl(SequenceClassifierOptions options);
-  PassOutput forward(const at::Tensor& tokens_BN, const PassContext& context = {});
+  PassOutput forward(const at::Tensor& tokens_BN, const PassContext& context = {}) override;
+  Transformer transformer() const override;
 
  private:
   TokenInput input_;
@@ -93,14 +110,18 @@ struct CtcModelOptions {
 };
 
 // Maps frames (B, T, F) to log-probabilities (B, T', symbols + 1); T' = ceil(T / subsample).
-class CtcModelImpl : public ::torch::nn::Module {
+// Targets (B, L) are symbols, filled up with kNoTarget.
+class CtcModelImpl : public ModelImpl {
  public:
   explicit CtcModelImpl(CtcModelOptions options);
-  PassOutput forward(const at::Tensor& frames_BTF, const PassContext& context = {});
+  PassOutput forward(const at::Tensor& frames_BTF, const PassContext& context = {}) override;
+  // Over all alignments, computed on the CPU: torch's loss on a GPU does not repeat its bits. An
+  // item that has no alignment, because its targets are too many, counts 0.
+  at::Tensor nats(const at::Tensor& out, const at::Tensor& targets_BL,
+                  const at::Tensor& frame_lengths) const override;
+  Transformer transformer() const override;
   // Output lengths for input lengths.
   at::Tensor output_lengths(const at::Tensor& lengths) const;
-  at::Tensor loss(const PassOutput& output, const at::Tensor& frame_lengths,
-                  const at::Tensor& targets_BL, const at::Tensor& target_lengths) const;
 
  private:
   CtcModelOptions options_;
@@ -116,12 +137,14 @@ struct ImageModelOptions {
   TransformerOptions transformer{};  // causal
 };
 
-// Maps images (B, height, width, channels) of levels to logits (B, height width channels, levels)
-// of each value given those before it; rows, columns and channels have learned embeddings.
-class ImageModelImpl : public ::torch::nn::Module {
+// Maps images (B, height, width, channels) of levels, or the first N of their values (B, N), to
+// logits (B, N, levels) of each value given those before it; rows, columns and channels have
+// learned embeddings.
+class ImageModelImpl : public ModelImpl {
  public:
   explicit ImageModelImpl(ImageModelOptions options);
-  PassOutput forward(const at::Tensor& images_BHWC, const PassContext& context = {});
+  PassOutput forward(const at::Tensor& images_BHWC, const PassContext& context = {}) override;
+  Transformer transformer() const override;
 
  private:
   ImageModelOptions options_;

@@ -49,6 +49,7 @@ class TransformerImpl : public ::torch::nn::Module {
 
   PassOutput forward(const at::Tensor& x_BNE, const PassContext& context);
 
+  SelfAttention attention(std::int64_t layer) const;
   void set_attention(const std::vector<AttentionSpec>& specs);  // see SelfAttention::set_spec
   void check_attention(const std::vector<AttentionSpec>& specs) const;  // throws what that would
   const TransformerOptions& options() const;

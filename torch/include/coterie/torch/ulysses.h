@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT
 // Context parallel attention (Ulysses, Jacobs et al. 2023). Between layers each of P ranks has a
 // slice of every sequence. For attention an exchange gives it the whole sequences of 1/P of the
-// heads of every group, so mechanisms run unchanged; a second exchange returns the outputs. (Cast
-// is refused: all heads of a group choose its clusters together.)
+// heads of every group, so mechanisms run unchanged; a second exchange returns the outputs. The
+// heads of cast choose their clusters together: each rank gets the whole sequences of all heads for
+// that choice (queries and keys, without gradients), and makes the same one.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -40,8 +41,12 @@ std::vector<at::Tensor> to_heads(const std::vector<at::Tensor>& parts, const Seq
 std::vector<at::Tensor> to_positions(const std::vector<at::Tensor>& parts,
                                      const SequenceRanks& ranks);
 
-// Throws Error unless `ranks` divides the query and key/value heads of every group of a layer, and
-// for cast.
+// Each part is (B, n, ...): this rank's positions. Returns (B, N, ...): all of them, on every rank.
+// Differentiable: the gradients of all ranks are added.
+std::vector<at::Tensor> to_all(const std::vector<at::Tensor>& parts, const SequenceRanks& ranks,
+                               std::int64_t length);
+
+// Throws Error unless `ranks` divides the query and key/value heads of every group of a layer.
 void check_sequence_ranks(const AttentionSpec& spec, std::int64_t heads, std::int64_t kv_heads,
                           std::int64_t ranks);
 
