@@ -55,7 +55,8 @@ def kmeans(
     """
     if x.dim() < 2:
         raise ValueError(f"x: expected rows (..., N, D); got {tuple(x.shape)}")
-    problems, rows = x.shape[:-2], x.reshape(-1, *x.shape[-2:])
+    problems = x.shape[:-2]
+    rows = x.reshape(problems.numel(), *x.shape[-2:])
     if centroids is not None:
         if centroids.dim() < 2 or (*centroids.shape[:-2], centroids.shape[-1]) != (
             *problems,
@@ -71,7 +72,7 @@ def kmeans(
             )
         clusters, start = centroids.shape[-2], 0
         centroids = centroids.to(x.device, accumulator(x.dtype))
-        centroids = centroids.reshape(-1, *centroids.shape[-2:]).contiguous()
+        centroids = centroids.reshape(problems.numel(), *centroids.shape[-2:]).contiguous()
     elif clusters is None:
         raise ValueError("clusters: expected a number, or centroids to start from; got neither")
     elif init not in _STARTS[1:]:

@@ -51,7 +51,7 @@ TEST_P(KMeansGpuTest, RepeatsItsBits) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, KMeansGpuTest, ::testing::ValuesIn(test::kmeans_cases(false)),
-                         [](const auto& info) { return info.param.name; });
+                         [](const auto& test) { return test.param.name; });
 
 // Nothing waits for the device: a call can be captured.
 TEST(KMeansGpu, RunsInAGraph) {

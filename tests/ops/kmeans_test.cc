@@ -41,7 +41,7 @@ TEST_P(KMeansTest, GivesEqualBitsForAnyNumberOfThreads) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, KMeansTest, ::testing::ValuesIn(test::kmeans_cases(true)),
-                         [](const auto& info) { return info.param.name; });
+                         [](const auto& test) { return test.param.name; });
 
 TEST(KMeans, StartsFromGivenCentroids) {
   KMeansCase c{"given", DType::f32, 2, 60, 3, 4};

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "coterie/kmeans.h"
 #include "coterie/passes.h"
 #include "coterie/spec.h"
 #include "tests/rehearsal/fake_cuda.h"
@@ -81,7 +82,7 @@ void rehearse(const std::string& text, bool causal, const Shape& shape, int devi
     return memory.tensor(shape.dtype, {2, heads, shape.N, shape.D});
   };
   inputs.q = rows(kHeads);
-  inputs.k = rows(shape.key_heads);
+  if (!std::holds_alternative<LshParams>(mechanism)) inputs.k = rows(shape.key_heads);
   inputs.v = rows(shape.key_heads);
   inputs.causal = causal;
   inputs.dropout = shape.dropout;
@@ -109,7 +110,7 @@ void rehearse(const std::string& text, bool causal, const Shape& shape, int devi
   }
   result.out = rows(kHeads);
   gradients.dq = rows(kHeads);
-  gradients.dk = rows(shape.key_heads);
+  if (inputs.k.present()) gradients.dk = rows(shape.key_heads);
   gradients.dv = rows(shape.key_heads);
   Workspace workspace;
   workspace.bytes = attention_workspace_bytes(mechanism, inputs);
@@ -131,7 +132,7 @@ const std::vector<Spec> kSpecs{
     {"clustered(clusters=3000,clustering=hamming)", false},
     {"i-clustered(clusters=100,topk=32)", false},
     {"i-clustered(clusters=300,topk=128,clustering=hamming-keys)", false},
-    {"i-clustered(clusters=100,topk=128)", true},
+    {"i-clustered(clusters=100,topk=128,causal=reference)", true},
     {"i-clustered(clusters=100,topk=64,near=32)", false},
     {"lsh(rounds=2,buckets=64,chunk=64)", true},
     {"routing(clusters=16,window=256)", true},
@@ -174,6 +175,48 @@ TEST_P(Rehearsal, EveryMechanismFits) {
     std::printf(" %.0f |", most / 1024.0);
   }
   std::printf("\n");
+}
+
+TEST_P(Rehearsal, KMeansFits) {
+  const char* path = std::getenv("COTERIE_KERNEL_USES");
+  if (!path) GTEST_SKIP() << "COTERIE_KERNEL_USES is not set";
+  fake_cuda::set_uses(read_uses(path));
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
+    for (const std::int64_t D : {32, 64, 128})
+      for (const std::int64_t clusters : {10, 1024, 16000}) {
+        Memory memory{Device(Device::cuda, GetParam())};
+        const TensorView x = memory.tensor(dtype, {3, 20000, D});
+        const KMeansResult result{memory.tensor(DType::f32, {3, clusters, D}),
+                                  memory.tensor(DType::i32, {3, 20000}),
+                                  memory.tensor(DType::i32, {3, clusters})};
+        const KMeansParams params{2, KMeansStart::plus_plus, true, 1};
+        const std::int64_t bytes = kmeans_workspace_bytes(params, x, clusters);
+        kmeans(params, x, result, {memory.take(bytes), bytes, nullptr});
+        const fake_cuda::Launches launches = fake_cuda::take_launches();
+        EXPECT_EQ(launches.faults, std::vector<std::string>());
+        EXPECT_GT(launches.count, clusters);
+      }
+}
+
+// A GPU whose shared memory has no counters for that many clusters says so.
+TEST(RehearsalOfRefusals, TooManyClustersForAGpu) {
+  const char* path = std::getenv("COTERIE_KERNEL_USES");
+  if (!path) GTEST_SKIP() << "COTERIE_KERNEL_USES is not set";
+  fake_cuda::set_uses(read_uses(path));
+  const auto message = [](int device) {
+    try {
+      rehearse("clustered(clusters=30000,clustering=hamming)", false,
+               {DType::bf16, 64, 40000, 0.0, 4}, device);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  EXPECT_EQ(message(0), "");  // A100
+  EXPECT_NE(message(1).find("clusters of a head, for which this GPU has shared memory; got 30000"),
+            std::string::npos)
+      << message(1);
+  fake_cuda::take_launches();
 }
 
 INSTANTIATE_TEST_SUITE_P(Gpus, Rehearsal,
