@@ -48,6 +48,7 @@ struct TorchProblem {
     options.seed = inputs.seed;
     options.dropout = inputs.dropout;
     options.dropout_seed = inputs.dropout_seed;
+    options.part = inputs.part;
   }
 
   // Inputs that have gradients.
