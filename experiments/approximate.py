@@ -321,7 +321,7 @@ def choice_section(choices: list[Record]) -> tuple[str, Files]:
                    "its error at that time", "what was chosen"], rows)
     pictures = {f"results/choice-{model.lower()}.svg": plot.line_plot(
         f"{model}: error against time", "time of a pass, relative to full attention", "relative error of the output",
-        own, (0.0, 0.6)) for model, own in curves.items()}
+        own, (0.0, 1.3 * max(error for _, error in own[0].points + own[2].points))) for model, own in curves.items()}
     text += "\n" + "".join(f"![{Path(name).stem}]({name})\n" for name in pictures) + "\n" + layer_times(choices)
     for record in choices:
         text += f"\n{place(record)}"
