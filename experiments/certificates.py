@@ -299,10 +299,11 @@ def describe_run(folder: str) -> str:
     model, train = config["model"], config["train"]
     log = [json.loads(line) for line in (Path(folder) / "log.jsonl").open()]
     score = next(line["metric"] for line in log if line["kind"] == "final")
+    read = next(line["data"]["bytes"] for line in log if line["kind"] == "run")
     return (f"{model['layers']} layers of {model['heads']} heads of {model['dim'] // model['heads']}, "
             f"`{config['attention']}`, {train['steps']} steps of {train['batch']} rows of "
-            f"{config['length']} masked bytes of the first 8 MB of wiki100m, seed {config['seed']}: {score:.2f} bits per "
-            "masked byte, so it has learned little")
+            f"{config['length']} masked bytes of {read / 1e6:.0f} MB of wiki100m, seed {config['seed']}: {score:.2f} bits "
+            "per masked byte")
 
 
 if __name__ == "__main__":

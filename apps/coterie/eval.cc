@@ -172,7 +172,7 @@ const char* const kEvalExamples =
     R"help(The table shows the attention the model was trained with, marked *, and one line
 for each --attention, which replaces it in all layers without further training.
 Both must have the same parameters: full, local, clustered and i-clustered can
-replace each other, for example.
+replace each other, for example, in other groups of heads too.
 
 Examples:
   coterie eval runs/copy-full-1

@@ -66,9 +66,9 @@ Choice choose_specs(const std::vector<std::string>& ladder,
 // tightened where the verified error is too large, and loosened where it leaves room, `rounds`
 // times at most. Times of heads do not always add up to that of the model either: with `seconds`,
 // the time of a pass of the whole model, the choice is the one with the least of those that passed,
-// and of the rungs that pass in all heads.
-// All heads full, which needs no verification, is the answer if nothing else passes, or nothing
-// that passes is faster as a whole.
+// and of the rungs that pass in all heads, as far as they are estimated to be faster than full. All
+// heads full, which needs no verification, is the answer if nothing else passes, or nothing that
+// passes is faster as a whole.
 Choice choose_verified(const std::vector<std::string>& ladder,
                        const std::vector<LayerMeasurements>& layers, double target,
                        const std::function<double(const Choice&)>& verify,

@@ -406,14 +406,14 @@ Choice fastest(const Choice& full, const std::vector<Choice>& passed,
   double best_time = full_time, other_time = kNever;
   for (const Choice& choice : passed) {
     const double time = time_of(choice);
-    if (choice.time < full.time) other_time = std::min(other_time, time);
+    other_time = std::min(other_time, time);
     if (time < best_time) best = &choice, best_time = time;
   }
   Choice found = *best;
   if (!seconds) return found;
   found.seconds = best_time;
   found.full_seconds = full_time;
-  if (best != &full || other_time == kNever) return found;
+  if (best != &full || passed.empty()) return found;
   const std::string reason =
       "the whole model is not faster with the chosen specs: " + milliseconds(other_time) +
       ", full " + milliseconds(full_time);
@@ -440,15 +440,13 @@ Choice choose_verified(const std::vector<std::string>& ladder,
   Choice full = choice_of(model, model.all(model.ladder.full), target);
   full.verified = 0;
   std::map<Rungs, double> verified = {{full.rungs, 0.0}};
-  std::vector<Choice> choices;  // that passed
+  std::vector<Choice> choices;  // that passed and are estimated to be faster
   const auto error_of = [&](const Rungs& rungs) {
     const auto known = verified.find(rungs);
     if (known != verified.end()) return known->second;
     Choice choice = choice_of(model, rungs, target);
     choice.verified = checked("verified error", verify(choice));
-    if (choice.verified <= target && (seconds || choice.time < full.time)) {
-      choices.push_back(choice);
-    }
+    if (choice.verified <= target && choice.time < full.time) choices.push_back(choice);
     return verified[rungs] = choice.verified;
   };
   double passed = 0, failed = kNever, budget = target;
@@ -464,7 +462,9 @@ Choice choose_verified(const std::vector<std::string>& ladder,
     }
   }
   if (seconds && target > 0) {
-    for (std::size_t r = 0; r < model.ladder.size(); ++r) error_of(model.all(r));
+    for (std::size_t r = 0; r < model.ladder.size(); ++r) {
+      if (model.time_of(model.all(r)) < full.time) error_of(model.all(r));
+    }
   }
   Choice best = fastest(full, choices, seconds);
   best.uniform = estimated.uniform;

@@ -307,6 +307,12 @@ TEST(Choice, WhatIsNotFasterAsAWholeIsGivenUp) {
   const Choice same = choose_verified(kLadder, {four_heads()}, 0.5, exact, uniform);
   EXPECT_EQ(same.layers[0].to_string(), "i-clustered(clusters=16)");
   EXPECT_EQ(same.seconds, 0.5);
+  // A spec that is estimated to be slower is not taken, whatever the time of the model says.
+  LayerMeasurements slower = four_heads();
+  slower.own_time = 1;
+  const Choice full = choose_verified(kLadder, {slower}, 0.5, exact, uniform);
+  EXPECT_TRUE(is_full(full));
+  EXPECT_NE(full.reasons[0][0].find("no spec is faster"), std::string::npos);
   // Of those that passed, the cheapest by its estimate is slow as a whole.
   Random random(7);
   std::vector<LayerMeasurements> layers;

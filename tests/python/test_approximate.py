@@ -149,6 +149,38 @@ def test_choice(model: Path, data: Path, tmp_path: Path) -> None:
     assert "specs.json" in again
 
 
+def train(out: Path, *words: str) -> Path:
+    """A run of two steps."""
+    subprocess.run([PROGRAM, "train", "--out", str(out), "--length", "64", "--train.steps", "2", "--train.batch", "2",
+                    "--model.dim", "16", "--model.layers", "2", "--model.heads", "4", "--train.eval-batches", "1",
+                    "--train.final-batches", "1", "--threads", "1", *words], check=True, capture_output=True)
+    return out
+
+
+def test_choice_for_a_run(data: Path, tmp_path: Path) -> None:
+    run = train(tmp_path / "run", "--task", "masked", "--attention", "2*full+2*full(positions=none)")
+    record, specs = tmp_path / "record.jsonl", tmp_path / "specs.json"
+    choose = [run, "--data", data / "text.txt", "--length", 96, "--seconds", 0, "--samples", 2]
+    call(*choose, "--target", 0.5, "--ladder", "local(window=8)", "full", "--json", record, "--out", specs)
+    (head,), (calibration,) = lines(record, "approximate"), lines(record, "calibration")
+    assert head["task"] == "masked" and head["length"] == 96 and calibration["batch"] == 2
+    assert len(calibration["layer_seconds"]) == 2 and len(calibration["layer_seconds"][0]) == 2
+    assert calibration["targets"][0]["measured"]["error"] <= 0.5
+    layers = json.loads(specs.read_text())["layers"]
+    assert [layer["name"] for layer in layers] == [f"transformer.layers.{i}.attention" for i in range(2)]
+    assert all("positions=rotary" in layer["spec"] and "positions=none" in layer["spec"] for layer in layers)
+    other = json.dumps({"coterie_specs": 1, "layers": [{"spec": "1*full+3*local(window=4)"}, {"spec": "full"}]})
+    specs.write_text(other)  # in other groups than the trained ones
+    done = subprocess.run([PROGRAM, "eval", run, "--attention", specs, "full", "--json"], check=True, capture_output=True)
+    scores = [json.loads(line)["metric"] for line in done.stdout.splitlines()]
+    assert scores[2] == scores[0] != scores[1]
+    assert "expected --target for a run" in call(run, "--data", data / "text.txt", "--attention", "full", status=2)
+    causal = train(tmp_path / "causal", "--task", "bytes")
+    assert "sees both sides" in call(causal, "--data", data / "text.txt", "--target", 0.1, status=2)
+    local = train(tmp_path / "local", "--task", "masked", "--attention", "local(window=8)")
+    assert "trained with full attention" in call(local, "--data", data / "text.txt", "--target", 0.1, status=2)
+
+
 @pytest.mark.parametrize(("words", "wanted"), [
     (["--task", "sts-b"], "--data"),
     (["--task", "sts-b", "--data", "none"], "no such file"),

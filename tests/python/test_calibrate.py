@@ -54,7 +54,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(calibration, "_run", fake)
     monkeypatch.setattr(calibration, "_time_of", lambda call: float(4))
-    monkeypatch.setattr(calibration, "_time_of_pass", lambda model, one: 5.0 - _layers_with_specs(model))
+    monkeypatch.setattr(calibration, "_time_of_pass", lambda m, _: 5.0 - _layers_with_specs(m))
 
 
 def _layers_with_specs(model: Any) -> int:
@@ -76,13 +76,16 @@ def test_where_nothing_is_faster_all_heads_stay_full(monkeypatch: pytest.MonkeyP
 
 
 @torch.no_grad()
-def test_what_is_not_faster_as_a_whole_is_given_up(fast: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_time_of_pass", lambda model, one: 5.0 + _layers_with_specs(model))
+def test_what_is_not_faster_as_a_whole_is_given_up(
+    fast: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "_time_of_pass", lambda m, _: 5.0 + _layers_with_specs(m))
     found = coterie.calibrate(_bert(), _samples(), target=0.3, ladder=LADDER)
     assert set(found.specs.values()) == {"full"}
     assert found.verified == 0
     assert found.seconds == found.full_seconds == 5.0
-    assert all("the whole model is not faster" in r for layer in found.layers for r in layer.reasons)
+    reasons = [reason for layer in found.layers for reason in layer.reasons]
+    assert all("the whole model is not faster" in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("target", [1e-3, 0.03, 0.3])

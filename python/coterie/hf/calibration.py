@@ -3,8 +3,8 @@
 
 The core chooses (include/coterie/choice.h); this module measures for it. In every layer, for every
 spec of a ladder: the change of each head's attention output, and the time. Then, layer by layer,
-the error of the model's output if that layer alone changes. Choices are verified by the error of the
-model's output and the time of its pass.
+the error of the model's output if that layer alone changes. Choices are verified by the error of
+the model's output and the time of its pass.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ class Calibration:
         else:
             lines = [
                 f"attention {gain:.2f} times as fast ({self.time * 1e3:.3g} ms instead of "
-                f"{self.full_time * 1e3:.3g}), the model {self.full_seconds / self.seconds:.2f} times; "
-                f"error {self.verified:.2g} on held-out samples (target {self.target:g})"
+                f"{self.full_time * 1e3:.3g}), the whole model "
+                f"{self.full_seconds / self.seconds:.2f} times; error {self.verified:.2g} on "
+                f"held-out samples (target {self.target:g})"
             ]
         lines.append(
             f"{self.length} tokens on {self.device}; the best single spec for all heads: "
@@ -220,9 +221,7 @@ def calibrate(
                     probe.output_error[rung] = _error(outputs.of(measured), wanted)
 
         def changed(specs: list[str]) -> contextlib.AbstractContextManager[None]:
-            return _specs(
-                found, {n: s for n, s in zip(names, specs, strict=True) if s != "full"}
-            )
+            return _specs(found, {n: s for n, s in zip(names, specs, strict=True) if s != "full"})
 
         def verify(specs: list[str]) -> float:
             with changed(specs):
