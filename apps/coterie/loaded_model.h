@@ -2,6 +2,7 @@
 // A trained model with its task, for the verbs that work on checkpoints.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -21,6 +22,7 @@ struct ModelOptions {
   std::string data;        // empty: that of the run
   std::string device;      // empty: that of the run
   int threads = 0;         // 0: as in the run
+  std::int64_t beam = 0;   // of the decoding of speech; 0: as in the run
 };
 
 enum class UsesData : bool { no, yes };
