@@ -20,6 +20,7 @@ import approximate
 import certificates
 import plan as plans
 import plot
+import steps
 
 Line = dict[str, Any]
 Files = dict[str, str]  # text by path under docs/
@@ -57,8 +58,9 @@ def provenance(logs: Logs, family: str) -> str:
     machine = commands[0]["machine"]
     dates = sorted({line["date"][:10] for line in commands})
     commits = sorted({line["machine"]["commit"] for line in commands})
-    place = machine.get("device", machine["cpu"]).split(",")[0]
     train = next(line for line in commands if line["command"][1] == "train")
+    on_cpu = "cpu" in train["command"]
+    place = (machine["cpu"] if on_cpu else machine.get("device", machine["cpu"])).split(",")[0]
     words = [f'"{word}"' if any(c in word for c in "()* ") else word for word in train["command"]]
     facts = logs.of("run", family=family)[0]
     head = (f"{place}, torch {facts['machine']['torch']}, {' and '.join(dates)}, "
@@ -99,6 +101,7 @@ def training(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
               for label in family["attention"]}
     best = statistics.mean(next(iter(scores.values())))
     strata = list(logs.of("score", family=name)[0]["strata"])
+    seeds = len(family.get("seeds", [1]))
     rows = []
     for label, spec in family["attention"].items():
         ends = logs.of("end", family=name, label=label)
@@ -107,11 +110,11 @@ def training(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
         lines = logs.of("score", family=name, evaluation=label)
         parts = [f"{statistics.mean(line['strata'][part] for line in lines):.4f}" for part in strata]
         peak = max(line["peak_memory_bytes"] for line in ends) / 2**20
-        rows.append([label, f"{mean:.4f}", f"{min(scores[label]):.4f} to {max(scores[label]):.4f}",
-                     percent(mean, best), *parts, f"{step:.1f}",
+        spread = [f"{min(scores[label]):.4f} to {max(scores[label]):.4f}"] if seeds > 1 else []
+        rows.append([label, f"{mean:.4f}", *spread, percent(mean, best), *parts, f"{step:.1f}",
                      f"{step * ends[0]['step'] / 1000:.1f}", f"{peak:.0f}", f"`{spec}`"])
     metric = logs.of("score", family=name)[0]["metric_name"]
-    head = ["attention", metric, f"range of {len(family.get('seeds', [1]))} seeds",
+    head = ["attention", metric, *([f"range of {seeds} seeds"] if seeds > 1 else []),
             f"against {next(iter(scores))}", *strata, "ms per step", "seconds", "peak MiB", "spec"]
     pictures = {f"results/{name}-steps.svg": curves(logs, name, "step", "steps", metric),
                 f"results/{name}-seconds.svg": curves(logs, name, "seconds", "seconds of training", metric)}
@@ -191,6 +194,8 @@ def results(logs: Path, descriptions: Path) -> Files:
         text, pictures = chapter(plan, Logs(path))
         page += text
         files |= pictures
+    if (logs / steps.LOG.name).exists():
+        page += steps.chapter([json.loads(line) for line in (logs / steps.LOG.name).read_text().splitlines()])
     return {"results.md": page, **files}
 
 

@@ -52,7 +52,7 @@ endfunction()
 # Why `text` is wrong, or nothing.
 function(check_text text folder out)
   set(${out} "" PARENT_SCOPE)
-  if(text MATCHES "^make ([a-z]+)")
+  if(text MATCHES "^make ([a-z-]+)")
     if(NOT makefile MATCHES "\n${CMAKE_MATCH_1}:")
       set(${out} "the Makefile has no such target" PARENT_SCOPE)
     endif()

@@ -369,7 +369,6 @@ std::vector<std::pair<std::string, std::string>> field_texts(const Config& confi
 constexpr std::string_view kMayChange[] = {"out",
                                            "data",
                                            "data-limit",
-                                           "speech.beam",
                                            "device",
                                            "threads",
                                            "train.steps",

@@ -199,6 +199,8 @@ void add_eval(CLI::App& program) {
   train::add_number(*verb, "--rows", options.rows, 0, 1 << 20, "Batch size; as in training if 0");
   train::add_number(*verb, "--seed", options.seed, 0, std::numeric_limits<std::uint64_t>::max(),
                     "Random seed of clusters");
+  train::add_number(*verb, "--beam", options.model.beam, 0, 1024,
+                    "speech: prefixes kept by the decoding, 1 is greedy; as in training if 0");
   verb->add_flag("--json", options.json, "Print JSON lines instead of the table");
   verb->footer(kEvalExamples);
   verb->callback([shared] { run_eval(*shared); });

@@ -72,6 +72,7 @@ LoadedModel load_model(const ModelOptions& options, UsesData data) {
   if (!options.data.empty()) loaded.config.data = options.data;
   if (!options.device.empty()) loaded.config.device = options.device;
   if (options.threads > 0) loaded.config.threads = options.threads;
+  if (options.beam > 0) loaded.config.speech.beam = options.beam;
   train::use_threads(loaded.config.threads);
   train::Config data_config = loaded.config;
   if (options.length > 0) data_config.length = options.length;

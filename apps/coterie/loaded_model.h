@@ -23,6 +23,7 @@ struct ModelOptions {
   std::string device;       // empty: that of the run
   int threads = 0;          // 0: as in the run
   std::int64_t length = 0;  // of the task's sequences; 0: as in the run
+  std::int64_t beam = 0;    // of the decoding of speech; 0: as in the run
 };
 
 enum class UsesData : bool { no, yes };

@@ -8,7 +8,7 @@ run(0 train --help)
 expect_out("--task" "--attention-at" "--model.dim" "--optimizer.lr" "--schedule.warmup"
   "--checkpoint.every" "--config" "--resume" "Examples:" "coterie help spec")
 run(0 eval --help)
-expect_out("--attention" "--split" "--json" "Examples:")
+expect_out("--attention" "--split" "--beam" "--json" "Examples:")
 
 # A small model learns visibly in seconds.
 set(options --task copy --length 18 --copy.symbols 4 --model.dim 32 --model.layers 1 --model.embedding-std 0.5

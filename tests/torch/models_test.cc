@@ -194,7 +194,7 @@ TEST(CtcModel, CountsAllAlignments) {
   CtcModel model(CtcModelOptions{
       .features = 1, .symbols = 2, .transformer = transformer_options("full", false)});
   const at::Tensor p = at::tensor({0.5, 0.3, 0.2, 0.6, 0.1, 0.3}, at::kDouble).view({1, 2, 3});
-  const at::Tensor target = at::tensor({1, kNoTarget}, at::kLong).view({1, 2});
+  const at::Tensor target = at::tensor({1, -100}, at::kLong).view({1, 2});
   EXPECT_NEAR(model->nats(p.log(), target, {}).item<double>(),
               -std::log(0.5 * 0.1 + 0.3 * 0.6 + 0.3 * 0.1), 1e-12);
   // Three targets do not fit into two frames.

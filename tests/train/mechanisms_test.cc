@@ -87,8 +87,10 @@ void expect_inspection_and_text(const Config& config, const std::string& checkpo
     }
   }
   std::vector<std::int64_t> tokens;
+  torch_api::LanguageModel text_model = language_model(model, *task);
   const auto generate = [&] {
-    sample(model, read_prompt(model, {1, 2}), {.tokens = 5}, [&](std::int64_t token) {
+    const ReadPrompt prompt = read_prompt(text_model, {1, 2});
+    sample(text_model, prompt, {.tokens = 5}, [&](std::int64_t token) {
       tokens.push_back(token);
       return true;
     });
