@@ -12,7 +12,7 @@ export CTEST_PARALLEL_LEVEL ?= $(shell nproc)
 FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run results-small test dev sanitize coverage fuzz format tidy cuda test-gpu sanitize-gpu docs wheel test-python install clean
+.PHONY: help setup run results-small test dev arm sanitize coverage fuzz format tidy cuda test-gpu sanitize-gpu docs wheel test-python install clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -61,6 +61,10 @@ test:  ## build everything the machine has the tools for and run all tests
 
 dev: setup  ## build and test the core on the CPU (quick)
 	cmake --workflow --preset dev
+
+arm:  ## cross-compile the core for 64-bit ARM and test it under qemu-user
+	@scripts/setup arm
+	cmake --workflow --preset arm
 
 sanitize: setup  ## run the tests under the address, undefined-behaviour and thread sanitizers
 	cmake --workflow --preset asan

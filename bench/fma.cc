@@ -12,8 +12,17 @@ namespace {
 constexpr int kBytes = 64, kAccumulators = 24;
 #elif defined(__AVX2__)
 constexpr int kBytes = 32, kAccumulators = 12;
+#elif defined(__aarch64__)
+constexpr int kBytes = 16, kAccumulators = 24;
 #else
 constexpr int kBytes = 16, kAccumulators = 12;
+#endif
+
+// The constraint of a vector register.
+#if defined(__aarch64__)
+#define COTERIE_IN_REGISTER "+w"
+#else
+#define COTERIE_IN_REGISTER "+v"
 #endif
 
 template <class T>
@@ -30,9 +39,12 @@ double loop(std::int64_t rounds) {
   Vec factor = {}, term = {};
   factor += T(0.5);
   term += T(1);
-  asm volatile("" : "+v"(factor), "+v"(term));  // opaque: prevents constant folding
+  asm volatile(""
+               : COTERIE_IN_REGISTER(factor),
+                 COTERIE_IN_REGISTER(term));  // opaque: prevents constant folding
 #pragma GCC unroll 24
-  for (int i = 0; i < kAccumulators; ++i) asm volatile("" : "+v"(sum[i]));  // keeps them distinct
+  for (int i = 0; i < kAccumulators; ++i)
+    asm volatile("" : COTERIE_IN_REGISTER(sum[i]));  // keeps them distinct
   for (std::int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 24
     for (int i = 0; i < kAccumulators; ++i) sum[i] = sum[i] * factor + term;

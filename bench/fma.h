@@ -26,5 +26,8 @@ extern const FmaLoops fma_loops;
 namespace avx512_bf16 {
 extern const FmaLoops fma_loops;
 }
+namespace neon {
+extern const FmaLoops fma_loops;
+}
 
 }  // namespace coterie::bench

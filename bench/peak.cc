@@ -20,6 +20,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+#if defined(__aarch64__)
+const FmaLoops& loops_in_use() { return neon::fma_loops; }
+#else
 const FmaLoops& loops_in_use() {
   switch (cpu_isa()) {
     case CpuIsa::avx512_bf16:
@@ -28,11 +31,11 @@ const FmaLoops& loops_in_use() {
       return avx512::fma_loops;
     case CpuIsa::avx2:
       return avx2::fma_loops;
-    case CpuIsa::baseline:
-      break;
+    default:
+      return baseline::fma_loops;
   }
-  return baseline::fma_loops;
 }
+#endif
 
 }  // namespace
 

@@ -16,7 +16,8 @@ int threads();
 void set_threads(int count);
 
 // CPU instruction-set levels, weakest first.
-enum class CpuIsa : std::uint8_t { baseline, avx2, avx512, avx512_bf16 };
+// x86-64: baseline to avx512_bf16; 64-bit ARM: neon.
+enum class CpuIsa : std::uint8_t { baseline, avx2, avx512, avx512_bf16, neon };
 const char* cpu_isa_name(CpuIsa isa);
 std::vector<CpuIsa> supported_cpu_isas();  // of this machine and build, weakest first
 

@@ -279,7 +279,7 @@ CalibratedModel calibrated_model(const PretrainedEncoder& encoder) {
           .set = [model](const auto& specs) mutable { model->set_attention(specs); }};
 }
 
-CalibratedModel calibrated_model(torch_api::LanguageModel model, bool bf16) {
+CalibratedModel calibrated_model(const torch_api::Model& model, bool bf16) {
   torch_api::Transformer stack = model->transformer();
   const torch_api::TransformerOptions& options = stack->options();
   if (options.causal) {
@@ -295,17 +295,16 @@ CalibratedModel calibrated_model(torch_api::LanguageModel model, bool bf16) {
     }
   }
   model->eval();
-  return {
-      .names = names_of("transformer.layers.{}.attention", options.layers),
-      .heads = options.heads,
-      .run =
-          [model, bf16](const at::Tensor& tokens, const torch_api::PassContext& context) mutable {
-            const AutocastGuard autocast(tokens.device(), bf16);
-            return model->forward(tokens, context).out;
-          },
-      .attention = [stack](std::int64_t layer) { return stack->attention(layer); },
-      .check = [stack](const auto& specs) { stack->check_attention(specs); },
-      .set = [stack](const auto& specs) mutable { stack->set_attention(specs); }};
+  return {.names = names_of("transformer.layers.{}.attention", options.layers),
+          .heads = options.heads,
+          .run =
+              [model, bf16](const at::Tensor& tokens, const torch_api::PassContext& context) {
+                const AutocastGuard autocast(tokens.device(), bf16);
+                return model->forward(tokens, context).out;
+              },
+          .attention = [stack](std::int64_t layer) { return stack->attention(layer); },
+          .check = [stack](const auto& specs) { stack->check_attention(specs); },
+          .set = [stack](const auto& specs) mutable { stack->set_attention(specs); }};
 }
 
 std::vector<std::string> default_ladder(std::int64_t length) {

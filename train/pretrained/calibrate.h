@@ -26,7 +26,7 @@ struct CalibratedModel {
 CalibratedModel calibrated_model(const PretrainedEncoder& encoder);  // its rows
 // The logits of a model of `coterie train`, with matrix products in bf16 if wanted. Throws Error
 // for a causal model, and for one that was not trained with full attention.
-CalibratedModel calibrated_model(torch_api::LanguageModel model, bool bf16);
+CalibratedModel calibrated_model(const torch_api::Model& model, bool bf16);
 
 // Specs from cheap to exact for sequences of `length` tokens; the last is "full". Those that would
 // be exact at this length are left out.

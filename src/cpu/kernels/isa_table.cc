@@ -5,87 +5,67 @@
 #include <string>
 
 #include "core/check.h"
-#include "cpu/kernels/kernels.h"
+#include "cpu/kernels/isas.h"
 
 namespace coterie {
 
 namespace {
 
-constexpr CpuIsa kLevels[] = {CpuIsa::baseline, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16};
+using cpu::IsaEntry;
 
-bool supported(CpuIsa isa) {
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("popcnt") && __builtin_cpu_supports("bmi");
-  switch (isa) {
-    case CpuIsa::baseline:
-      return true;
-    case CpuIsa::avx2:
-      return avx2;
-    case CpuIsa::avx512_bf16:
-      return supported(CpuIsa::avx512) && __builtin_cpu_supports("avx512bf16");
-    case CpuIsa::avx512:
-      return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-             __builtin_cpu_supports("avx512vpopcntdq") && __builtin_cpu_supports("avx512ifma");
-  }
-  return false;
+const std::vector<IsaEntry>& isas() {
+  static const std::vector<IsaEntry> all = cpu::machine_isas();
+  return all;
 }
 
-CpuIsa initial_isa() {
-  CpuIsa best = CpuIsa::baseline;
-  for (CpuIsa isa : kLevels)
-    if (supported(isa)) best = isa;
-  if (const char* text = std::getenv("COTERIE_CPU_ISA")) {
-    for (CpuIsa isa : kLevels)
-      if (std::string(text) == cpu_isa_name(isa) && supported(isa)) return isa;
-    fail("COTERIE_CPU_ISA", "expected a level this machine has, at most ", cpu_isa_name(best),
-         " (baseline, avx2, avx512, avx512_bf16); got ", text);
-  }
-  return best;
+// Null if this machine does not have it.
+const IsaEntry* entry_of(CpuIsa isa) {
+  for (const IsaEntry& entry : isas())
+    if (entry.isa == isa) return &entry;
+  return nullptr;
 }
 
-std::atomic<CpuIsa>& current_isa() {
-  static std::atomic<CpuIsa> isa{initial_isa()};
+const IsaEntry* initial_isa() {
+  const char* text = std::getenv("COTERIE_CPU_ISA");
+  if (text == nullptr) return &isas().back();
+  std::string names;
+  for (const IsaEntry& entry : isas()) {
+    if (std::string(text) == cpu_isa_name(entry.isa)) return &entry;
+    names += std::string(names.empty() ? "" : ", ") + cpu_isa_name(entry.isa);
+  }
+  fail("COTERIE_CPU_ISA", "expected a level this machine has (", names, "); got ", text);
+}
+
+std::atomic<const IsaEntry*>& current_isa() {
+  static std::atomic<const IsaEntry*> isa{initial_isa()};
   return isa;
 }
 
 }  // namespace
 
 const char* cpu_isa_name(CpuIsa isa) {
-  constexpr const char* kNames[] = {"baseline", "avx2", "avx512", "avx512_bf16"};
+  constexpr const char* kNames[] = {"baseline", "avx2", "avx512", "avx512_bf16", "neon"};
   return kNames[static_cast<int>(isa)];
 }
 
 std::vector<CpuIsa> supported_cpu_isas() {
   std::vector<CpuIsa> levels;
-  for (CpuIsa isa : kLevels)
-    if (supported(isa)) levels.push_back(isa);
+  for (const IsaEntry& entry : isas()) levels.push_back(entry.isa);
   return levels;
 }
 
-CpuIsa cpu_isa() { return current_isa(); }
+CpuIsa cpu_isa() { return current_isa().load()->isa; }
 
 void force_cpu_isa(CpuIsa isa) {
-  COTERIE_CHECK(supported(isa), "force_cpu_isa", "expected a level this machine has; got ",
+  const IsaEntry* entry = entry_of(isa);
+  COTERIE_CHECK(entry != nullptr, "force_cpu_isa", "expected a level this machine has; got ",
                 cpu_isa_name(isa));
-  current_isa() = isa;
+  current_isa() = entry;
 }
 
 namespace cpu {
 
-const KernelTable& kernel_table() {
-  switch (cpu_isa()) {
-    case CpuIsa::avx512_bf16:
-      return avx512_bf16::kTable;
-    case CpuIsa::avx512:
-      return avx512::kTable;
-    case CpuIsa::avx2:
-      return avx2::kTable;
-    default:
-      return baseline::kTable;
-  }
-}
+const KernelTable& kernel_table() { return *current_isa().load()->table; }
 
 }  // namespace cpu
 

@@ -159,19 +159,6 @@ struct KernelTable {
   const PairKernels* pairs;  // null if the instruction set has no bf16 products
 };
 
-namespace baseline {
-extern const KernelTable kTable;
-}
-namespace avx2 {
-extern const KernelTable kTable;
-}
-namespace avx512 {
-extern const KernelTable kTable;
-}
-namespace avx512_bf16 {
-extern const KernelTable kTable;
-}
-
 // The table in use (runtime.h: cpu_isa, force_cpu_isa).
 const KernelTable& kernel_table();
 

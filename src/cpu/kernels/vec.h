@@ -17,6 +17,9 @@
 #elif defined(__AVX2__)
 #define COTERIE_VECTOR_BYTES 32
 #define COTERIE_TILE_ROWS 6  // 6 x 2 of the 16 registers
+#elif defined(__aarch64__)
+#define COTERIE_VECTOR_BYTES 16
+#define COTERIE_TILE_ROWS 12  // 12 x 2 of the 32 registers of NEON
 #else
 #define COTERIE_VECTOR_BYTES 16
 #define COTERIE_TILE_ROWS 6
