@@ -21,7 +21,8 @@ namespace {
 Config config_without_defaults() {
   Config config;
   auto& [task, data, data_limit, length, attention, attention_at, out, init_from, device, threads,
-         seed, copy, recall, masked, text, model, optimizer, schedule, train, checkpoint] = config;
+         seed, copy, recall, masked, listops, pathfinder, images, speech, text, model, optimizer,
+         schedule, train, checkpoint] = config;
   task = "words";
   data = "a \"quoted\" folder # with a \\ and\ta tab\n";
   data_limit = 3 << 20;
@@ -40,6 +41,14 @@ Config config_without_defaults() {
   keys = 5, values = 6, pairs = 9, queries = 2, causal = true;
   auto& [share] = masked;
   share = 0.4;
+  auto& [shortest, depth, arguments] = listops;
+  shortest = 22, depth = 23, arguments = 24;
+  auto& [paddles, distractors] = pathfinder;
+  paddles = 25, distractors = 26;
+  auto& [predict] = images;
+  predict = "pixels";
+  auto& [join, subsample, beam] = speech;
+  join = 27, subsample = 28, beam = 29;
   auto& [valid, test, vocabulary, tokenizer] = text;
   valid = 0.1, test = 0.2, vocabulary = 1000, tokenizer = "gpt2/";
   auto& [dim, layers, heads, kv_heads, ffn, dropout, attention_dropout, positions, embedding_std,
@@ -106,7 +115,7 @@ TEST(Options, EveryFieldSurvivesTheRoundTripThroughText) {
   EXPECT_EQ(config_text(parse_config(text, "text")), text);
   // The text has every field, with a value other than its default.
   const auto lines = lines_of(text), defaults = lines_of(config_text(Config()));
-  ASSERT_EQ(lines.size(), 11 + 2 + 5 + 1 + 4 + 13 + 9 + 3 + 13 + 2);
+  ASSERT_EQ(lines.size(), 11 + 2 + 5 + 1 + 3 + 2 + 1 + 3 + 4 + 13 + 9 + 3 + 13 + 2);
   ASSERT_EQ(defaults.size(), lines.size());
   for (std::size_t i = 0; i < lines.size(); ++i) EXPECT_NE(lines[i], defaults[i]);
 }
