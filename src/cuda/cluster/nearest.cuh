@@ -35,15 +35,18 @@ __device__ __forceinline__ float key_offset(float largest, float norm, float bia
   return __uint_as_float(min(exponent + 2, 255u) << 23 | 0x400000u);
 }
 
+// The larger of two numbers that are not negative; NaN is larger than all.
+__device__ __forceinline__ float larger(float a, float b) {
+  return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
+}
+
 // K of the row that four lanes share; `bounds` are those of the table.
 template <class T, int kChunks>
 __device__ __forceinline__ float row_offset(const RowWords<T, kChunks>& row, const float2& bounds) {
   float largest = row.largest();
 #pragma unroll
-  for (int step = 1; step <= 2; step *= 2) {
-    const float other = __shfl_xor_sync(0xffffffffu, largest, step);
-    if (!(other <= largest)) largest = other;
-  }
+  for (int step = 1; step <= 2; step *= 2)
+    largest = larger(largest, __shfl_xor_sync(0xffffffffu, largest, step));
   return key_offset(largest, bounds.x, bounds.y);
 }
 
@@ -99,23 +102,19 @@ __device__ float2 table_bounds(const NearestArgs<T>& args, int problem) {
   const std::int64_t start = static_cast<std::int64_t>(problem) * args.table.padded;
   float2 most = make_float2(0.0f, 0.0f);
   for (int c = threadIdx.x; c < args.shape.clusters; c += kThreads) {
-    // Comparisons that let NaN pass: it must reach key_offset.
-    const float norm = args.table.norms[start + c], bias = fabsf(args.table.bias[start + c]);
-    if (!(norm <= most.x)) most.x = norm;
-    if (!(bias <= most.y)) most.y = bias;
+    most.x = larger(most.x, args.table.norms[start + c]);
+    most.y = larger(most.y, fabsf(args.table.bias[start + c]));
   }
   for (int step = 16; step > 0; step /= 2) {
-    const float norm = __shfl_xor_sync(0xffffffffu, most.x, step);
-    const float bias = __shfl_xor_sync(0xffffffffu, most.y, step);
-    if (!(norm <= most.x)) most.x = norm;
-    if (!(bias <= most.y)) most.y = bias;
+    most.x = larger(most.x, __shfl_xor_sync(0xffffffffu, most.x, step));
+    most.y = larger(most.y, __shfl_xor_sync(0xffffffffu, most.y, step));
   }
   __syncthreads();
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = most;
   __syncthreads();
   for (int w = 0; w < kWarps; ++w) {
-    if (!(warps[w].x <= most.x)) most.x = warps[w].x;
-    if (!(warps[w].y <= most.y)) most.y = warps[w].y;
+    most.x = larger(most.x, warps[w].x);
+    most.y = larger(most.y, warps[w].y);
   }
   return most;
 }
