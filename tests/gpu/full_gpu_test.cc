@@ -122,7 +122,7 @@ TEST_P(FullGpuTest, RepeatsItsBits) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, FullGpuTest, ::testing::ValuesIn(full_cases()),
-                         [](const auto& info) { return info.param.name; });
+                         [](const auto& test) { return test.param.name; });
 
 TEST(FullGpuRandomTest, ShapesAgreeWithTheCpu) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
