@@ -288,9 +288,7 @@ def choice_section(choices: list[Record]) -> tuple[str, Files]:
             "model), relative, on texts that were not measured for the choice; times are those of a pass over a batch. "
             "*Best uniform* is the fastest spec for all heads whose error is not larger than that of the choice, *its "
             "error at that time* the least error of a spec for all heads that is not slower than the choice. Where the "
-            "choice is a spec for all heads, none of the ladder is better. At 512 tokens the record has choices for errors "
-            "of 0.2 and more by the time of the model alone, which varies by a fifth there; the layers take three times as "
-            "long with that spec. Such a choice is no longer made: both times must be less.\n\n")
+            "choice is a spec for all heads, none of the ladder is better.\n\n")
     rows, curves = [], {}
     for record in choices:
         for calibration in record.calibrations:
@@ -367,8 +365,7 @@ attention, not against published scores. `experiments/approximate.py` runs it ag
 
 On the H200 the weights were rounded to bf16. *Chosen at N tokens* is the assignment of specs to layers and heads that the
 last section finds for an error of {TARGETS[0]} at that length on the H200. The IMDb files were cut to 2,000 reviews each,
-evenly spaced, the rows that the limits pick from the whole files. Records with the commit 698a527222fb-dirty are of the
-sources of 607f731; they have no rows of the choice.
+evenly spaced, the rows that the limits pick from the whole files.
 
 ### Where it loses
 
