@@ -175,7 +175,7 @@ TEST(Corpus, NoTextIsAnError) {
 TEST(Corpus, TheBuiltInTextIsTheProject) {
   const std::string_view text = builtin_corpus();
   EXPECT_GT(text.size(), 1'000'000u);
-  EXPECT_LT(text.size(), 4'000'000u);
+  EXPECT_LT(text.size(), 6'000'000u);  // no build results, no data
   EXPECT_TRUE(text.starts_with("=== CHANGELOG.md ===\n# Changelog\n")) << text.substr(0, 80);
   EXPECT_NE(
       text.find("=== train/corpus.h ===\n// SPDX-License-Identifier: MIT\n// Text from a file"),
