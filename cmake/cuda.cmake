@@ -80,10 +80,12 @@ if(architectures MATCHES "(^|;)(90a?(-real|-virtual)?|all(-major)?)(;|$)")
 endif()
 
 set(quick)
+set(COTERIE_CUDA_IS_QUICK OFF)
 if(COTERIE_CUDA_OPTIMIZE STREQUAL "GPU" AND NOT COTERIE_GPU_IS_HERE
     AND CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.9)
   # A tenth of the time for the largest kernels; ptxas mentions their slowness.
   string(APPEND CMAKE_CUDA_FLAGS " --Ofast-compile=max")
+  set(COTERIE_CUDA_IS_QUICK ON)
   set(quick ", kernels not optimised, as there is no GPU")
 endif()
 coterie_report(CUDA in "toolkit ${CUDAToolkit_VERSION}, architectures ${CMAKE_CUDA_ARCHITECTURES}${quick}")
