@@ -443,7 +443,7 @@ __global__ void __launch_bounds__(kWarpgroup)
   const ItemSpan q = problem.q.spans.span(tile.item), k = problem.k.spans.span(tile.item);
   const int first = tile.first + (kDim == 64 ? 64 * half : 0);
   if (first >= q.length) return;
-  // Keys that see no tile have added nothing.
+  // No key has added to a tile that sees none.
   const bool seen = k.length > 0 && tile.first + kQueries > -first_position(problem, q, k);
   const auto* from = reinterpret_cast<const float4*>(
       args.scratch.sums +
