@@ -99,6 +99,7 @@ struct TrainConfig {
   std::string centroids = "data";  // of routing: initialised from the first batch, or random
   std::string dtype = "f32";       // f32, bf16 (autocast)
   bool fast = false;               // kernels whose bits differ from run to run are allowed
+  bool graph = false;              // a GPU repeats the recorded work of a step
 };
 
 struct CheckpointConfig {

@@ -179,6 +179,10 @@ void visit_fields(Config& config, Visitor& visit) {
   visit.flag("train.fast", config.train.fast,
              "Allow kernels whose results differ in their last bits from run to run: with bf16, "
              "cuDNN's backward pass of full attention on Hopper GPUs");
+  visit.flag(
+      "train.graph", config.train.graph,
+      "Record the passes of a step as a CUDA graph and repeat it: faster where the GPU waits "
+      "for the host, as with small models or batches");
   visit.number("checkpoint.every", config.checkpoint.every, 0, kMany,
                "Steps between checkpoints; only the best and the last if 0");
   visit.number("checkpoint.keep", config.checkpoint.keep, 1, kMany,
@@ -370,6 +374,7 @@ constexpr std::string_view kMayChange[] = {"out",
                                            "threads",
                                            "train.steps",
                                            "train.fast",
+                                           "train.graph",
                                            "train.micro-batch",
                                            "train.context",
                                            "optimizer.shard",

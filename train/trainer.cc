@@ -27,6 +27,7 @@
 #include "formats/files.h"
 #include "report/data.h"
 #include "train/collapse.h"
+#include "train/device_graph.h"
 #include "train/eval_mode.h"
 #include "train/gradients.h"
 #include "train/memory.h"
@@ -42,6 +43,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr int kBeforeGraph = 3;         // steps until libraries have initialised themselves
 constexpr double kLatest = 3.0;         // seconds that a step may take after an interrupt
 constexpr std::uint32_t kDropouts = 3;  // random stream, distinct from those of gradients.cc
 
@@ -59,6 +61,30 @@ bool has_routing(const std::vector<AttentionSpec>& specs) {
     }
   }
   return false;
+}
+
+// Why a step cannot be recorded: it would repeat the numbers that the host gave it. Empty if it
+// can.
+std::string graph_refusal(const Config& config, const std::vector<AttentionSpec>& specs,
+                          bool alone) {
+  if (!config.device.starts_with("cuda")) return "--device is " + config.device;
+  if (!alone) return "several processes train together";
+  if (config.train.truncate > 0) return "--train.truncate changes the length of steps";
+  if (config.model.dropout > 0 || config.model.attention_dropout > 0) {
+    return "dropout draws other masks in every step";
+  }
+  for (const AttentionSpec& spec : specs) {
+    for (const HeadGroup& group : spec.groups) {
+      const Mechanism& mechanism = group.mechanism;
+      if (std::holds_alternative<ClusteredParams>(mechanism) ||
+          std::holds_alternative<ImprovedClusteredParams>(mechanism) ||
+          std::holds_alternative<LshParams>(mechanism)) {
+        return std::string(mechanism_name(mechanism)) +
+               " starts from other random numbers in every step";
+      }
+    }
+  }
+  return "";
 }
 
 // State of the random generator used by dropout.
@@ -97,6 +123,11 @@ class Run {
         routing_(has_routing(attention_)),
         label_(attention_text(config)) {
     if (ranks_ != nullptr) join_ranks();
+    if (config.train.graph) {
+      const std::string refusal = graph_refusal(config, attention_, ranks_ == nullptr);
+      if (!refusal.empty()) throw Error("[train] --train.graph cannot be used: " + refusal);
+      graph_.emplace();
+    }
     optimizer_ = make_optimizer(config.optimizer, *model_, owners_.empty() ? nullptr : &owned_);
   }
 
@@ -142,7 +173,7 @@ class Run {
       result.centroid_seconds = seconds_since(start);
     }
     result.batch_tokens = config_.train.batch * config_.length;
-    run_step();
+    for (int i = 0; i < (graph_ ? kBeforeGraph + 1 : 1); ++i) run_step();
     read_launched();
     const Clock::time_point start = Clock::now();
     const std::clock_t used_before = std::clock();
@@ -439,16 +470,7 @@ class Run {
     set_learning_rate(*optimizer_, facts.rate);
     const Batch batch = step_batch(step);
     if (ranks_ != nullptr) seed_dropout(step);
-    model_->zero_grad();
-    const StepLoss loss = add_gradients(model_, batch,
-                                        {.micro_batch = config_.train.micro_batch,
-                                         .seed = step_seed(config_.seed, step),
-                                         .first_row = own_rows().first,
-                                         .bf16 = config_.train.dtype == "bf16",
-                                         .update_centroids = routing_,
-                                         .before_layer = [this] { leave_if_late(); },
-                                         .ranks = ranks_,
-                                         .sums = sums_ ? &*sums_ : nullptr});
+    const StepLoss loss = graph_ ? repeated_gradients(batch, step) : gradients(batch, step);
     RECORD_USER_SCOPE("optimizer");
     const at::Tensor norm = gradient_norm(*model_);
     Launched launched{facts, Readback({loss.loss, loss.commitment, norm})};
@@ -464,6 +486,37 @@ class Run {
     state_.seconds += seconds;
     logged_seconds_ += seconds;
     logged_tokens_ += config_.train.batch * batch.tokens.size(1);
+  }
+
+  StepLoss gradients(const Batch& batch, std::int64_t step) {
+    model_->zero_grad();
+    return add_gradients(model_, batch,
+                         {.micro_batch = config_.train.micro_batch,
+                          .seed = step_seed(config_.seed, step),
+                          .first_row = own_rows().first,
+                          .bf16 = config_.train.dtype == "bf16",
+                          .update_centroids = routing_,
+                          .before_layer = [this] { leave_if_late(); },
+                          .ranks = ranks_,
+                          .sums = sums_ ? &*sums_ : nullptr});
+  }
+
+  // Recorded work writes its gradients over those of the step before.
+  StepLoss repeated_gradients(const Batch& batch, std::int64_t step) {
+    if (usual_steps_ < kBeforeGraph) {
+      ++usual_steps_;
+      return gradients(batch, step);
+    }
+    if (!repeated_loss_) {
+      repeated_batch_ = {batch.tokens.clone(), batch.targets.clone(), batch.strata,
+                         batch.lengths.defined() ? batch.lengths.clone() : at::Tensor()};
+      graph_->record([&] { repeated_loss_ = gradients(repeated_batch_, step); });
+    }
+    repeated_batch_.tokens.copy_(batch.tokens);
+    repeated_batch_.targets.copy_(batch.targets);
+    if (batch.lengths.defined()) repeated_batch_.lengths.copy_(batch.lengths);
+    graph_->run();
+    return *repeated_loss_;
   }
 
   // With several ranks masks are a function of step and rank: a run can continue on other numbers
@@ -637,7 +690,11 @@ class Run {
   std::set<std::string> owned_;       // by this rank
   std::unique_ptr<::torch::optim::Optimizer> optimizer_;
   std::optional<GradientSums> sums_;
-  bool stop_together_ = false;  // an interrupt of any rank
+  std::optional<DeviceGraph> graph_;
+  int usual_steps_ = 0;                    // before it is recorded
+  Batch repeated_batch_;                   // what it reads
+  std::optional<StepLoss> repeated_loss_;  // and writes
+  bool stop_together_ = false;             // an interrupt of any rank
   bool routing_;
   std::string label_;
   std::optional<RunLock> lock_;

@@ -9,6 +9,7 @@
 #include <functional>
 
 #include "coterie/error.h"
+#include "coterie/runtime.h"
 #include "runs.h"
 #include "temporary_folder.h"
 #include "train/optimizer.h"
@@ -206,6 +207,40 @@ TEST(Trainer, LossesHaveTheSameBitsForAnyNumberOfThreads) {
   }
   EXPECT_EQ(found[0], found[1]);
   EXPECT_EQ(found[0], found[2]);
+}
+
+TEST(Trainer, ARecordedStepHasTheLossesOfOthers) {
+  if (!cuda_available()) GTEST_SKIP() << "no GPU";
+  const TemporaryFolder folder;
+  Config config = stateful_config();
+  config.device = "cuda";
+  config.model.dropout = 0.0;
+  config.train.truncate = 0.0;
+  config.out = folder.path("usual");
+  const TrainResult usual = run(config);
+  config.train.graph = true;
+  config.out = folder.path("recorded");
+  const TrainResult recorded = run(config);
+  EXPECT_EQ(losses(folder.path("usual")), losses(folder.path("recorded")));
+  expect_equal_models(usual.checkpoint, recorded.checkpoint);
+}
+
+TEST(Trainer, StepsThatCannotBeRecordedAreRefused) {
+  const auto refusal = [](const char* device, const char* attention, double dropout,
+                          double truncate) {
+    Config config = tiny_config("copy");
+    config.train.graph = true;
+    config.device = device;
+    config.attention = attention;
+    config.model.dropout = dropout;
+    config.train.truncate = truncate;
+    return message_of([&] { run(config); });
+  };
+  EXPECT_HAS(refusal("cpu", "full", 0.0, 0.0), "--train.graph cannot be used: --device is cpu");
+  if (!cuda_available()) return;
+  EXPECT_HAS(refusal("cuda", "clustered(clusters=4)", 0.0, 0.0), "other random numbers");
+  EXPECT_HAS(refusal("cuda", "full", 0.1, 0.0), "dropout");
+  EXPECT_HAS(refusal("cuda", "full", 0.0, 0.5), "--train.truncate");
 }
 
 TEST(Trainer, AUsedFolderIsRefused) {
