@@ -512,9 +512,15 @@ class Run {
                          batch.lengths.defined() ? batch.lengths.clone() : at::Tensor()};
       graph_->record([&] { repeated_loss_ = gradients(repeated_batch_, step); });
     }
-    repeated_batch_.tokens.copy_(batch.tokens);
-    repeated_batch_.targets.copy_(batch.targets);
-    if (batch.lengths.defined()) repeated_batch_.lengths.copy_(batch.lengths);
+    for (const auto& [from, to] : {std::pair(batch.tokens, repeated_batch_.tokens),
+                                   std::pair(batch.targets, repeated_batch_.targets),
+                                   std::pair(batch.lengths, repeated_batch_.lengths)}) {
+      if (from.defined() != to.defined() || (to.defined() && from.sizes() != to.sizes())) {
+        throw Error("[train] --train.graph cannot be used: batches of the task " + config_.task +
+                    " differ in shape");
+      }
+      if (to.defined()) to.copy_(from);
+    }
     graph_->run();
     return *repeated_loss_;
   }
