@@ -25,7 +25,7 @@ from .advice import Recommendation, recommend
 from .analysis import ErrorReport, Stats, collect_stats, error, stats
 from .clusters import KMeans, kmeans
 from .functional import CallOptions, Options, run_spec
-from .library import build_facts, set_threads
+from .library import build_facts, set_fast, set_threads
 from .sdpa import apply, bool_mask, check_alignment
 from .spec import Group, head_groups
 from .state import State, init_state
@@ -52,6 +52,7 @@ __all__ = [
     "kmeans",
     "nn",
     "recommend",
+    "set_fast",
     "set_threads",
     "stats",
 ]

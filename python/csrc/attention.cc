@@ -9,6 +9,7 @@
 #include "coterie/error.h"
 #include "coterie/input_list.h"
 #include "coterie/quality.h"
+#include "platform.h"
 #include "spec.h"
 
 namespace coterie::stable_api {
@@ -44,6 +45,9 @@ struct Call {
   }
 
   const Tensor& q() const { return *tensors[kQ]; }
+  PlatformCall platform() const {
+    return {*tensors[kQ], *tensors[kK], *tensors[kV], causal, scale};
+  }
 
   // Views that are valid as long as this object.
   AttentionInputs inputs() {
@@ -139,6 +143,11 @@ void attention(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Scratch scratch(call.q());
   const Mechanism mechanism = mechanism_of(call.mechanism_text);
   const AttentionInputs inputs = call.inputs();
+  if (platform_attends(mechanism, inputs)) {
+    const PlatformPass pass = platform_forward(call.platform());
+    give(stack, pass.out, std::vector<Tensor>{pass.lse});
+    return;
+  }
   const SavedLayout layout = attention_saved(mechanism, inputs);
   const Tensor out = empty_rows(call.q(), inputs.v.size(3));
   const std::vector<Tensor> saved = allocate_saved(layout, layout.tensors.size(), call.q());
@@ -189,6 +198,15 @@ void attention_backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
   grad_out = with_contiguous_rows(grad_out);
   const Mechanism mechanism = mechanism_of(call.mechanism_text);
   const AttentionInputs inputs = call.inputs();
+  if (fast() && platform_attends(mechanism, inputs)) {
+    std::vector<Tensor> wanted;
+    const auto found = platform_backward(call.platform(), {out, saved.at(0)}, grad_out);
+    for (const std::size_t place : {kQ, kK, kV}) {
+      if (needs >> place & 1) wanted.push_back(found[place]);
+    }
+    give(stack, wanted);
+    return;
+  }
   const Gradients gradients(call, needs);
   coterie::attention_backward(mechanism, inputs, {view(out), views(saved)}, view(grad_out),
                               gradients.views,

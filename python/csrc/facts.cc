@@ -14,6 +14,7 @@
 #include "coterie/layer.h"
 #include "coterie/runtime.h"
 #include "coterie/spec.h"
+#include "platform.h"
 
 #define COTERIE_TEXT_OF(name) #name
 #define COTERIE_TEXT(name) COTERIE_TEXT_OF(name)
@@ -198,6 +199,8 @@ const char* coterie_set_threads(int count) {
     return std::string();
   });
 }
+
+void coterie_set_fast(bool allowed) { set_fast(allowed); }
 
 }  // extern "C"
 #pragma GCC visibility pop
