@@ -63,10 +63,11 @@ Config config_without_defaults() {
   auto& [warmup, decay, floor] = schedule;
   warmup = 11, decay = "rsqrt", floor = 0.25;
   auto& [steps, batch, micro_batch, context, log_every, eval_every, eval_batches, final_batches,
-         patience, truncate, centroids, dtype, fast] = train;
+         patience, truncate, centroids, dtype, fast, graph] = train;
   steps = 12, batch = 13, micro_batch = 14, log_every = 15, eval_every = 16, eval_batches = 17;
   final_batches = 21, context = 2;
   patience = 18, truncate = 0.7, centroids = "random", dtype = "bf16", fast = true;
+  graph = true;
   auto& [every, keep] = checkpoint;
   every = 19, keep = 20;
   return config;
