@@ -48,6 +48,7 @@ AttentionInputs make_inputs(const Mechanism& mechanism, const Entry& entry, cons
   inputs.scale = logit_factor(mechanism, rows.q.size(3));
   inputs.causal = entry.causal;
   inputs.seed = seed;
+  inputs.delta_from_output = true;  // as both torch libraries
   return inputs;
 }
 

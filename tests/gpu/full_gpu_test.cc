@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// The backward pass of full attention whose sums of gradient times output come from the output
-// (AttentionInputs::delta_from_output): against the CPU in fp32, and equal bits in repeated runs.
+// The backward pass of full attention, and of windows, whose sums of gradient times output come
+// from the output (AttentionInputs::delta_from_output): against the CPU in fp32, and equal bits in
+// repeated runs.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -20,8 +21,8 @@ using cases::Problem;
 
 std::vector<Case> full_cases() {
   std::vector<Case> all;
-  const auto add = [&](const char* name, const char* shape) {
-    all.push_back(cases::make_case(name, "full", shape));
+  const auto add = [&](const char* name, const char* shape, const char* spec = "full") {
+    all.push_back(cases::make_case(name, spec, shape));
   };
   add("both_ways", "B2 H3 N1000 D64 bf16");
   add("causal", "B2 H3 N1100 D64 causal bf16");
@@ -45,6 +46,21 @@ std::vector<Case> full_cases() {
   add("unaligned", "B1 H2 N500 D64 causal gaps bf16");  // another kernel
   add("mixture", "B1 H2 N1500 D64 causal bf16 mixture");
   add("zipf", "B1 H2 N1500 D64 bf16 zipf");
+  add("window", "B2 H2 N1100 D64 causal bf16", "local(window=300)");
+  add("window_both_ways", "B2 H2 N1100 D64 f16", "local(window=400)");
+  add("window_groups", "B1 H8:2 N900 D64 causal bf16", "local(window=256)");
+  add("window_wide", "B1 H3 N1290 D128 causal bf16", "local(window=256)");
+  add("window_wide_groups", "B2 H4:1 N1000 D128 causal bf16", "local(window=200)");
+  add("window_wide_both_ways", "B1 H2 N1000 D128 bf16", "local(window=129)");
+  add("window_of_one", "B1 H2 N500 D128 causal f16", "local(window=1)");
+  add("window_short", "B1 H2 N500 D96 bf16", "local(window=20)");
+  add("window_of_all", "B1 H2 N500 D128 bf16", "local(window=5000)");
+  add("window_padded", "B5 H2 N900 D128 causal padded bnhd bf16", "local(window=256)");
+  add("window_packed", "B1 H4:2 N2000 D128 packed f16", "local(window=256)");
+  add("window_more_keys", "B2 H3 N500 S1343 D128 causal bf16", "local(window=256)");
+  add("window_more_queries", "B2 H3 N1343 S500 D128 causal bf16", "local(window=256)");
+  add("window_cross", "B2 H2 N300 S1000 D128 f16", "local(window=256)");
+  add("window_beyond", "B2 H2 N1000 S300 D128 bf16", "local(window=100)");
   return all;
 }
 
@@ -126,7 +142,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, FullGpuTest, ::testing::ValuesIn(full_cases()),
 
 TEST(FullGpuRandomTest, ShapesAgreeWithTheCpu) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
-  for (std::uint64_t draw = 0; draw < 40; ++draw) {
+  for (std::uint64_t draw = 0; draw < 80; ++draw) {
     const auto pick = [&](std::uint64_t which, std::uint64_t count) {
       return random_u64({91, RandomUse::data, static_cast<std::uint32_t>(which)}, draw) % count;
     };
@@ -138,8 +154,10 @@ TEST(FullGpuRandomTest, ShapesAgreeWithTheCpu) {
     if (pick(6, 2)) shape += " causal";
     if (pick(7, 3) == 0) shape += " drawn";
     shape += pick(8, 2) ? " bf16" : " f16";
-    SCOPED_TRACE(shape);
-    expect_gradients(cases::make_case("random", "full", shape), draw);
+    const std::string spec =
+        pick(9, 2) ? "full" : "local(window=" + std::to_string(1 + pick(10, 900)) + ")";
+    SCOPED_TRACE(spec + " " + shape);
+    expect_gradients(cases::make_case("random", spec, shape), draw);
   }
 }
 
@@ -147,14 +165,16 @@ TEST(FullGpuRandomTest, ShapesAgreeWithTheCpu) {
 TEST(FullGpuRandomTest, UnkindRowsEnd) {
   if (!cuda_available()) GTEST_SKIP() << "no GPU";
   for (const char* data : {"nonfinite", "huge", "large", "zeros", "repeated", "equal"}) {
-    SCOPED_TRACE(data);
-    const Case c =
-        cases::make_case("unkind", "full", std::string("B2 H3 N700 D64 causal bf16 ") + data);
-    gpu_test::DeviceRun run(make(c, 3));
-    run.forward();
-    run.backward();
-    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    EXPECT_TRUE(run.intact());
+    for (const char* spec : {"full", "local(window=300)"}) {
+      SCOPED_TRACE(std::string(data) + " " + spec);
+      const Case c =
+          cases::make_case("unkind", spec, std::string("B2 H3 N700 D64 causal bf16 ") + data);
+      gpu_test::DeviceRun run(make(c, 3));
+      run.forward();
+      run.backward();
+      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      EXPECT_TRUE(run.intact());
+    }
   }
 }
 

@@ -51,6 +51,7 @@ AttentionInputs make_inputs(const Call& call, const variable_list& tensors) {
   inputs.dropout = call.dropout;
   inputs.dropout_seed = call.dropout_seed;
   inputs.part = call.part;
+  inputs.delta_from_output = true;  // as torch's own attention
   return inputs;
 }
 

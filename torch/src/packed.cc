@@ -98,6 +98,7 @@ AttentionInputs make_inputs(const PackedGroup& group, const variable_list& tenso
   inputs.dropout = group.options.dropout;
   inputs.dropout_seed = group.options.dropout_seed;
   inputs.part = group.options.part;
+  inputs.delta_from_output = true;  // as torch's own attention
   return inputs;
 }
 
@@ -310,8 +311,7 @@ struct PackedFunction : ::torch::autograd::Function<PackedFunction> {
       const at::Tensor dscale = scale.defined() ? at::empty_like(scale) : at::Tensor();
       variable_list inputs = {own.q, own.k, own.v};
       inputs.insert(inputs.end(), constants.begin(), constants.end());
-      AttentionInputs call = make_inputs(group, inputs);
-      call.delta_from_output = platform_attends(group.mechanism, own, group.options);
+      const AttentionInputs call = make_inputs(group, inputs);
       const variable_list wanted = {down.q, down.k, down.v, {}, {}, dscale};
       const Scratch scratch(attention_workspace_bytes(group.mechanism, call), rows);
       attention_backward(group.mechanism, call, make_result(out_slice(out, group), saved),

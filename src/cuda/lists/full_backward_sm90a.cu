@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Backward pass of full attention (lists.h): dq, dk and dv in one kernel of five products, where
-// backward_sm90a.cu has two kernels of eight.
+// Backward pass of full attention and of windows (lists.h): dq, dk and dv in one kernel of five
+// products, where backward_sm90a.cu has two kernels of eight.
 //   P = exp(S - lse), dS = P (G Vᵀ - delta)      dv += Pᵀ G, dk += dSᵀ Q, dq += dS K
 // delta = G . out comes from the rounded output.
 //
@@ -14,9 +14,9 @@
 // stay in registers, and with half of dq; two warps load, two add dq. Shared memory, 195 KB: keys
 // and values, two tiles of queries and gradients, two of dS, one of dq.
 //
-// Preconditions (plan.cu): all rows of an item, causal or not, aligned 16-bit rows of up to 128
-// elements, gradients by row. Registers are at their limit: check ptxas' output for spills and
-// C7512 (serialised products) after every change.
+// Preconditions (plan.cu): all rows of an item, each query with all keys from some position to
+// another, aligned 16-bit rows of up to 128 elements, gradients by row. Registers are at their
+// limit: check ptxas' output for spills and C7512 (serialised products) after every change.
 #include <algorithm>
 #include <cstdint>
 
@@ -94,6 +94,22 @@ struct FullShape {
   }
 };
 
+// Query i of an item sees the keys [i + from, i + to] of it.
+struct FullSight {
+  int from, to;
+
+  FullSight() = default;
+  __device__ FullSight(const ListProblem& problem, const ItemSpan& q, const ItemSpan& k) {
+    constexpr int kFar = 1 << 29;
+    const int shift = problem.offset_rows ? k.length - q.length : 0, window = problem.window;
+    const bool sliding = problem.rule == ListRule::sliding;
+    from = !sliding ? -kFar : shift - (problem.causal ? window - 1 : window / 2);
+    to = problem.rule == ListRule::all ? kFar
+         : sliding && !problem.causal  ? shift + (window + 1) / 2 - 1
+                                       : shift;
+  }
+};
+
 // The keys of a block, and the tiles of queries that see some of them: last .. low, for each query
 // head of the key head.
 struct FullWork {
@@ -101,21 +117,20 @@ struct FullWork {
   int first, block;
   int low, last;
   int origin;  // number of the item's first tile of queries
-  int shift;   // position of query 0; large if all keys are visible
+  FullSight sight;
   ItemSpan q, k;
 };
+
+// The first block of keys that a tile of queries sees.
+template <int kQueries>
+__device__ __forceinline__ int first_block(const FullSight& sight, int tile) {
+  return max(tile * kQueries + sight.from, 0) >> kFullKeyBits;
+}
 
 // Tiles of an item are numbered consecutively, from this number on.
 __device__ __forceinline__ int first_number(const ListTiles& tiles, const SlotSide& side,
                                             int item) {
   return tiles.per_list > 0 ? item * tiles.per_list : tiles.first_tile(side, item);
-}
-
-// Query 0 of an item sees the keys up to this one.
-__device__ __forceinline__ int first_position(const ListProblem& problem, const ItemSpan& q,
-                                              const ItemSpan& k) {
-  if (problem.rule == ListRule::all) return 1 << 29;
-  return problem.offset_rows ? k.length - q.length : 0;
 }
 
 template <class T, int kDim>
@@ -133,9 +148,10 @@ __device__ FullWork find_work(const FullBackwardArgs<T>& args, int ticket) {
   work.block = tile.first >> kFullKeyBits;
   work.q = problem.q.spans.span(tile.item);
   work.k = problem.k.spans.span(tile.item);
-  work.shift = first_position(problem, work.q, work.k);
-  work.low = max(work.first - work.shift, 0) / Shape::kQueries;
-  work.last = (work.q.length + Shape::kQueries - 1) / Shape::kQueries - 1;
+  work.sight = FullSight(problem, work.q, work.k);
+  const int end = min(work.first + Shape::kKeys, work.k.length) - work.sight.from;
+  work.low = max(work.first - work.sight.to, 0) / Shape::kQueries;
+  work.last = (max(min(work.q.length, end), 0) + Shape::kQueries - 1) / Shape::kQueries - 1;
   work.origin = first_number(args.lists.q_tiles, problem.q, tile.item);
   return work;
 }
@@ -196,7 +212,7 @@ __device__ void add_sums(const FullBackwardArgs<T>& args, const FullShape<T, kDi
     float* to = args.scratch.sums + part * kPart;
     std::int32_t* turn = args.scratch.turns + part;
     mbarrier_wait(shape.sums_full(group), step % 2);
-    if (work.block == 0) {
+    if (work.block == first_block<FullShape<T, kDim>::kQueries>(work.sight, tile)) {
       asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                    "r"(shape.sums(group)), "r"(kPart * 4)
                    : "memory");
@@ -239,10 +255,10 @@ struct FullGroup {
   }
 
   // Turns scores into weights. Element 4 j + 2 side + c is query 8 j + 2 (l%4) + c; a lane's two
-  // keys are visible from the queries low[side] on.
+  // keys are visible from the queries low[side] to low[side] + count.
   template <bool kMasked>
   __device__ static void weigh(float (&s)[kQueries / 2], const float* shifts, float exponent,
-                               const int (&low)[2]) {
+                               const int (&low)[2], int count) {
     const int own = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
@@ -251,7 +267,8 @@ struct FullGroup {
       for (int i = 0; i < 4; ++i) {
         float& x = s[4 * j + i];
         x = exp2_approximate(fmaf(x, exponent, i % 2 ? -shift.y : -shift.x));
-        if (kMasked && 8 * j + own + i % 2 < low[i / 2]) x = 0.0f;
+        const auto after = static_cast<unsigned>(8 * j + own + i % 2 - low[i / 2]);
+        if (kMasked && after > static_cast<unsigned>(count)) x = 0.0f;
       }
     }
   }
@@ -269,10 +286,11 @@ struct FullGroup {
     start(d, shape.values(), grads);
     wgmma_commit();
     const float exponent = args.lists.problem.score_scale(head) * kLog2e;
-    const int first = tile * kQueries, seen = first + work.shift;
+    const int first = tile * kQueries, seen = first + work.sight.to;
+    const int count = work.sight.to - work.sight.from;
     int low[2];
-    const bool whole =
-        work.first + Shape::kKeys <= work.k.length && work.first + Shape::kKeys - 1 <= seen;
+    const bool whole = work.first + Shape::kKeys <= min(work.k.length, seen + 1) &&
+                       work.first >= first + kQueries - 1 + work.sight.from;
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       const int key = work.first + 64 * group + group_row(side);
@@ -281,9 +299,9 @@ struct FullGroup {
     wgmma_wait<1>();
     wgmma_settle(s);
     if (whole)
-      weigh<false>(s, shape.facts(place, 0), exponent, low);
+      weigh<false>(s, shape.facts(place, 0), exponent, low, count);
     else
-      weigh<true>(s, shape.facts(place, 0), exponent, low);
+      weigh<true>(s, shape.facts(place, 0), exponent, low, count);
     wgmma_wait<0>();
     wgmma_settle(d);
     std::uint32_t p[kQueries / 16][4], ds[kQueries / 16][4];
@@ -444,7 +462,8 @@ __global__ void __launch_bounds__(kWarpgroup)
   const int first = tile.first + (kDim == 64 ? 64 * half : 0);
   if (first >= q.length) return;
   // No key has added to a tile that sees none.
-  const bool seen = k.length > 0 && tile.first + kQueries > -first_position(problem, q, k);
+  const FullSight sight(problem, q, k);
+  const bool seen = tile.first + sight.from < k.length && tile.first + kQueries + sight.to > 0;
   const auto* from = reinterpret_cast<const float4*>(
       args.scratch.sums +
       ((static_cast<std::int64_t>(head) * args.lists.q_tiles.total + number) * 2 + half) * kPart);

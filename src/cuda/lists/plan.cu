@@ -213,14 +213,22 @@ bool takes_windows(const ListProblem& problem, const ListGradients& to) {
          close(to.dv) && (rows / kStreamRows + 8) * q.items * q.heads < kMost;
 }
 
+// Whether full_backward_sm90a.cu is the fastest kernel of a rule. It takes 128 keys at a time;
+// short windows of narrow rows have kernels of their own.
+bool one_range(const AttentionCall& call, const ListRanges& ranges) {
+  if (ranges.rule != ListRule::sliding)
+    return ranges.rule == ListRule::all || ranges.rule == ListRule::causal;
+  if (std::max(call.Dk, call.Dv) > 64) return true;
+  return ranges.window > (call.H > call.key_heads ? kWalkWindow / 2 : kWalkWindow);
+}
+
 // Whether the call's shapes and types are those of full_backward_sm90a.cu.
 bool is_full(const AttentionCall& call, const ListCall& lists) {
   const auto all_rows = [](const ListSide& side) { return side.layout == ListLayout::residues; };
   return call.inputs.delta_from_output && dtype_bytes(call.inputs.q.dtype) == 2 && on_hopper() &&
          !call.dropout.on() && list_form(lists) == ListForm::plain && !lists.head_scale &&
          lists.lists == 1 && all_rows(lists.queries) && all_rows(lists.keys) &&
-         (lists.ranges.rule == ListRule::all || lists.ranges.rule == ListRule::causal) &&
-         call.key_heads == call.value_heads;
+         one_range(call, lists.ranges) && call.key_heads == call.value_heads;
 }
 ListTiles full_tiles(const AttentionCall& call, const ListCall& lists, bool keys) {
   return list_tiles(slot_side(call, lists, keys),

@@ -72,8 +72,8 @@ struct WalkCut {
 constexpr int kWholeTiles = 4;                          // on either side of a whole list
 constexpr int kWholeRanks = kWholeTiles * kStreamRows;  // of a list
 
-// Full attention whose delta comes from the output (full_backward_sm90a.cu): keys of a block and
-// queries of a tile.
+// Full attention and windows whose delta comes from the output (full_backward_sm90a.cu): keys of a
+// block and queries of a tile.
 constexpr int kFullKeyBits = 7;
 constexpr int full_query_bits(std::int64_t width) { return width <= 64 ? 7 : 6; }
 // Its scratch memory, empty for other calls.
