@@ -96,7 +96,7 @@ EXPERIMENTS = [
       for n in (4096, 16384, 65536)],
     *[Experiment(f"long-{n}-cpu", f"Text of {n} tokens on the CPU", WIKI,
                  ["--length", str(n), "--limit", "1", "--lengths", str(n), "--torch"], True, LONG_SPECS, "cpu")
-      for n in (4096, 8192, 16384)],
+      for n in (4096, 8192, 16384, 32768, 65536)],
 ]
 
 
