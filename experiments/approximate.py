@@ -277,8 +277,7 @@ def long_section(long: list[Record]) -> str:
     return ("\n### Long inputs\n\nText of wiki100m (2019 Wikipedia text), the learned positions stretched to the length: "
             "the model was not trained for that. Speed is that of the whole model; torch is the same model with "
             "`scaled_dot_product_attention`. Cosine and error are against full attention. On the CPU 14 of 16 cores were "
-            "used, while a training on the GPU used another; 65,536 tokens were not measured there, because a pass of full "
-            "attention would take more than a minute.\n\n"
+            "used, while a program on the GPU used another; a pass of more than 10 seconds was measured once.\n\n"
             + table(head, rows) + "\n" + "".join(f"{place(record)}.\n" for record in long))
 
 

@@ -52,7 +52,9 @@ std::vector<Case> full_cases() {
   add("window_wide", "B1 H3 N1290 D128 causal bf16", "local(window=256)");
   add("window_wide_groups", "B2 H4:1 N1000 D128 causal bf16", "local(window=200)");
   add("window_wide_both_ways", "B1 H2 N1000 D128 bf16", "local(window=129)");
-  add("window_of_one", "B1 H2 N500 D128 causal f16", "local(window=1)");
+  add("window_of_two", "B1 H2 N500 D128 causal f16", "local(window=2)");
+  add("window_drawn", "B5 H2 N500 D128 drawn bf16", "local(window=50)");
+  add("no_keys", "B4 H2 N300 S0 D64 bf16");
   add("window_short", "B1 H2 N500 D96 bf16", "local(window=20)");
   add("window_of_all", "B1 H2 N500 D128 bf16", "local(window=5000)");
   add("window_padded", "B5 H2 N900 D128 causal padded bnhd bf16", "local(window=256)");

@@ -30,7 +30,7 @@ struct ApproximateOptions {
   std::int64_t draws = 1000;                  // of the bootstrap
   std::int64_t error_inputs = 8;              // whose rows give errors by layer and head
   std::vector<std::int64_t> speed_lengths{};  // tokens of the sequences that speed is measured on
-  double speed_seconds = 1.0;  // at least two passes, then until this time has passed
+  double speed_seconds = 1.0;  // two passes or one of over 10 seconds, then more until this time
   std::function<void(const std::string& work, std::int64_t done, std::int64_t all)> progress{};
 };
 
@@ -46,13 +46,14 @@ struct SpeedPoint {
   double tokens_per_s = 0;
 };
 
+using HeadErrors = std::vector<std::vector<double>>;  // [layer][head], relative
+
 struct ApproximateResult {
   std::string attention;
   std::vector<ScoreResult> scores;
-  double cosine = 1, worst_cosine = 1;  // of embeddings with those of full attention: mean, least
-  double embedding_error = 0;           // relative, Frobenius
-  std::vector<std::vector<double>>
-      head_error;                        // [layer][head]: relative, on rows of full attention
+  double cosine = 1, worst_cosine = 1;   // of embeddings with those of full attention: mean, least
+  double embedding_error = 0;            // relative, Frobenius
+  HeadErrors head_error;                 // on rows of full attention
   double exact_share = 1;                // of inputs, because the budget covers them
   double seconds = 0, tokens_per_s = 0;  // of the passes over the inputs
   std::int64_t tokens = 0;
@@ -66,11 +67,10 @@ std::vector<ApproximateResult> approximate(
     PretrainedEncoder& encoder, EncoderTask& task, const std::vector<NamedAttention>& attentions,
     const ApproximateOptions& options, const std::function<void(const ApproximateResult&)>& show);
 
-// Relative errors [layer][head] of attention outputs on the rows that full attention has for a
-// batch of inputs.
-std::vector<std::vector<double>> head_errors(PretrainedEncoder& encoder, const EncoderBatch& batch,
-                                             const std::vector<AttentionSpec>& specs,
-                                             std::uint64_t seed);
+// Errors of each attention's outputs on the rows that full attention has for a batch of inputs.
+std::vector<HeadErrors> head_errors(PretrainedEncoder& encoder, const EncoderBatch& batch,
+                                    const std::vector<NamedAttention>& attentions,
+                                    std::uint64_t seed);
 
 // Tokens a second of passes over `batch`, the median of passes.
 double encoder_speed(PretrainedEncoder& encoder, const EncoderBatch& batch, double seconds,

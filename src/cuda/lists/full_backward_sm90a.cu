@@ -463,7 +463,8 @@ __global__ void __launch_bounds__(kWarpgroup)
   if (first >= q.length) return;
   // No key has added to a tile that sees none.
   const FullSight sight(problem, q, k);
-  const bool seen = tile.first + sight.from < k.length && tile.first + kQueries + sight.to > 0;
+  const bool seen =
+      k.length > 0 && tile.first + sight.from < k.length && tile.first + kQueries + sight.to > 0;
   const auto* from = reinterpret_cast<const float4*>(
       args.scratch.sums +
       ((static_cast<std::int64_t>(head) * args.lists.q_tiles.total + number) * 2 + half) * kPart);
