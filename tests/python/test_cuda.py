@@ -278,6 +278,37 @@ def test_a_whole_graph_gives_the_same_bits_on_the_gpu(spec: str, causal: bool) -
 
 
 @needs_gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("tokens", [256, 250], ids=["by cuDNN", "by the core"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_full_attention_has_equal_bits_unless_it_may_be_fast(
+    causal: bool, tokens: int, width: int
+) -> None:
+    rows = torch.randn(4, 2, tokens, 4, width, device="cuda").bfloat16().transpose(2, 3).unbind()
+    leaves, grad = [x.requires_grad_() for x in rows[:3]], rows[3]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    wanted = attend(*exact, is_causal=causal)
+    wanted_all = [wanted, *torch.autograd.grad(wanted, exact, grad.double())]
+
+    def passes() -> list[Tensor]:
+        out = coterie.attention(*leaves, "full", causal=causal)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    first = passes()
+    assert all(_same(first, passes()) for _ in range(3))
+    coterie.set_fast(True)
+    try:
+        fast = passes()
+    finally:
+        coterie.set_fast(False)
+    for found in (first, fast):
+        for i, (ours, theirs) in enumerate(zip(found, wanted_all, strict=True)):
+            bound = _bound(torch.bfloat16, backward=i > 0)
+            _expect_near(str(i), ours, theirs.detach().cpu(), bound, 0.0)
+
+
+@needs_gpu
 def test_a_layer_with_routing_heads_trains_on_the_gpu() -> None:
     torch.manual_seed(0)
     spec = "2*local(window=16)+2*routing(clusters=4,window=16,decay=0.5)"
