@@ -276,8 +276,8 @@ def long_section(long: list[Record]) -> str:
     head = ["device", "tokens", "attention", "tokens/s", "torch, tokens/s", "times torch", "cosine", "error of embeddings"]
     return ("\n### Long inputs\n\nText of wiki100m (2019 Wikipedia text), the learned positions stretched to the length: "
             "the model was not trained for that. Speed is that of the whole model; torch is the same model with "
-            "`scaled_dot_product_attention`. Cosine and error are against full attention. On the CPU 14 of 16 cores were "
-            "used, while a program on the GPU used another; a pass of more than 10 seconds was measured once.\n\n"
+            "`scaled_dot_product_attention`. Cosine and error are against full attention. A pass "
+            "of more than 10 seconds was measured once.\n\n"
             + table(head, rows) + "\n" + "".join(f"{place(record)}.\n" for record in long))
 
 
