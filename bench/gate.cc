@@ -5,6 +5,7 @@
 #include <cmath>
 #include <sstream>
 #include <stdexcept>
+#include <variant>
 
 #include "bench/reference.h"
 #include "ref/ref.h"
@@ -87,15 +88,26 @@ double norm(const std::vector<double>& values) {
   return std::sqrt(norms.reference);
 }
 
-void check_group(const HeadRun& group, const Bounds& bounds, Checker check) {
+// Gradients of queries and keys are less exact if their sums come from the rounded output
+// (AttentionInputs::delta_from_output), most where keys have a large mean: 1.3 % in bf16 on
+// mixtures.
+double keys_bound(const HeadRun& group, const Bounds& bounds) {
+  const Mechanism& mechanism = group.mechanism;
+  const bool takes = std::holds_alternative<FullParams>(mechanism) ||
+                     std::holds_alternative<LocalParams>(mechanism);
+  const bool rounded = group.inputs.delta_from_output && dtype_bytes(group.inputs.q.dtype) == 2;
+  return takes && rounded ? 4 * bounds.gradient : bounds.gradient;
+}
+
+void check_group(const HeadRun& group, const Bounds& bounds, double keys_bound, Checker check) {
   const AttentionResult& result = group.result;
   const Mechanism mechanism = resolve(group.mechanism, group.inputs.causal);
   check("output", result.out, ref::attend<double>(mechanism, group.inputs, result.saved),
         bounds.output);
   const ref::Gradients<double> wanted =
       ref::backward<double>(mechanism, group.inputs, result.saved, group.grad_out);
-  check("dq", group.gradients.dq, wanted.dq, bounds.gradient);
-  check("dk", group.gradients.dk, wanted.dk, bounds.gradient);
+  check("dq", group.gradients.dq, wanted.dq, keys_bound);
+  check("dk", group.gradients.dk, wanted.dk, keys_bound);
   check("dv", group.gradients.dv, wanted.dv, bounds.gradient);
   // These gradients cancel, to 0 if all clusters have the same tokens.
   check.least = norm(wanted.dq);
@@ -121,7 +133,8 @@ std::vector<Check> gate(const std::vector<Entry>& entries, const Problem& proble
     run.forward();
     run.backward();
     for (const HeadRun& group : run.groups()) {
-      check_group(on_host(group), bounds_of(small.dtype), {name, checks});
+      const Bounds bounds = bounds_of(small.dtype);
+      check_group(on_host(group), bounds, keys_bound(group, bounds), {name, checks});
     }
   }
   return checks;

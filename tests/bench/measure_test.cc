@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "bench/attention.h"
+#include "bench/device.h"
 #include "bench/gate.h"
 #include "bench/opponent.h"
 #include "bench/peak.h"
@@ -137,6 +138,18 @@ TEST(Gate, LetsEveryMechanismPass) {
                                   << check.tensor << " " << check.error;
     }
     EXPECT_NO_THROW(refuse_wrong(checks));
+  }
+}
+
+TEST(Gate, LetsTheKernelsOfAGpuPass) {
+  if (!why_no_device().empty()) GTEST_SKIP() << why_no_device();
+  const std::vector<Entry> entries = {make_entry("full", false), make_entry("full", true),
+                                      make_entry("local(window=64)", true),
+                                      make_entry("i-clustered(clusters=16)", false)};
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    Problem problem{.heads = 4, .kv_heads = 4, .N = 4096, .D = 64, .device = Device::cuda};
+    problem.dtype = dtype;
+    EXPECT_NO_THROW(refuse_wrong(gate(entries, problem)));
   }
 }
 
