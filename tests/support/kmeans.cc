@@ -137,6 +137,27 @@ std::vector<KMeansCase> kmeans_cases(bool cpu) {
     add({"many", DType::bf16, 3, 20000, 64, 256, {3, random, false, 23}});
     add({"many_wide", DType::bf16, 2, 9000, 128, 1024, {2, random, false, 24}});
     add({"many_wide_f16", DType::f16, 1, 5000, 128, 2500, {1, random, true, 25}});
+    add({"many_wide_spoilt",
+         DType::bf16,
+         2,
+         4000,
+         128,
+         900,
+         {2, random, false, 27},
+         false,
+         false,
+         true});
+    add({"many_wide_equal",
+         DType::f16,
+         1,
+         3000,
+         128,
+         1500,
+         {2, random, false, 28},
+         true,
+         false,
+         false,
+         true});
     add({"many_f32", DType::f32, 1, 6000, 96, 700, {2, random, false, 26}});
   }
   return all;

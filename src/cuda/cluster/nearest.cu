@@ -6,7 +6,7 @@
 // time from shared memory (mma.sync); nearest.cuh describes how the best one is found; the sort
 // runs last. Shared memory: centroids and biases, up to 192 KB or what the device has; more
 // centroids are read again in every round. Preconditions: the table of key_metric.cu. On Hopper,
-// nearest_sm90a.cu runs instead for 16-bit types whose centroids fit; f32 rows are two bf16 parts.
+// nearest_sm90a.cu runs instead for 16-bit types; f32 rows are two bf16 parts.
 #include "cuda/cluster/stages.h"
 
 #include "cuda/cluster/nearest.cuh"
@@ -181,7 +181,7 @@ void nearest_clusters(const AttentionCall& call, const NearestPlan& plan,
     NearestArgs<T> args{plan, tensor4<const T>(call.inputs.q), table, out, 0, 0, 512, 0};
     args.teams.arrivals += pass * plan.teams.count;
     if constexpr (sizeof(T) == 2)
-      if (on_hopper() && nearest_sm90a(args, stream)) return;
+      if (on_hopper()) return nearest_sm90a(args, stream);
     dispatch_head_dim(call.op, call.Dk,
                       [&](auto width) { launch<T, decltype(width)::value / 32>(args, stream); });
   });

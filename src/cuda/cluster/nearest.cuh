@@ -139,9 +139,8 @@ __device__ __forceinline__ void label_problems(const NearestArgs<T>& args, std::
                  });
 }
 
-// With Hopper's warpgroup products; 16-bit types only. Launches nothing and returns false when the
-// centroids do not fit in shared memory. nearest_sm90a.cu
+// With Hopper's warpgroup products; 16-bit types only. nearest_sm90a.cu
 template <class T>
-bool nearest_sm90a(const NearestArgs<T>& args, cudaStream_t stream);
+void nearest_sm90a(const NearestArgs<T>& args, cudaStream_t stream);
 
 }  // namespace coterie::cuda

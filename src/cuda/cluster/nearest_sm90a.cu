@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT
-// nearest.cu with warpgroup products, for 16-bit types if all centroids fit in shared memory.
+// nearest.cu with warpgroup products, for 16-bit types.
 //
 // Grid and block: cooperative, one block of three warpgroups a multiprocessor
 // (__launch_bounds__(384, 1), 168 registers); a team of blocks takes an item and head. A warpgroup
 // takes 64 rows, straight from global memory to registers, and 128 centroids at a time; while it
 // evaluates their scores, the others multiply. Shared memory: 160 or 288 bytes a centroid, up to
-// 192 KB; the sort uses the same memory. Preconditions: Hopper, all centroids in shared memory, up
-// to 2048 of them. Otherwise nearest.cu runs.
+// 192 KB; the sort uses the same memory. If more centroids than fit, the rows are read again for
+// each part of them; until the last, labels and order hold a row's best so far. Preconditions:
+// Hopper. Otherwise nearest.cu runs.
 //
 // Rows are read as RowFragments describes: the depths of a product come in another order than in
 // memory. The centroids are put into shared memory in the same order. One more product step adds
@@ -25,16 +26,16 @@ constexpr int kStep = 128;  // centroids at a time; their number in shared memor
 template <int kChunks>
 constexpr int kBands = (kChunks + 1) / 2;  // of 64 depths
 
-// Copies all centroids of a problem, the last one repeated; a thread copies 32 depths of one. Their
-// biases go to `bias`, in the layout of narrow_descriptor.
+// Copies args.columns centroids of a problem from `begin` on, the last one of all repeated; a
+// thread copies 32 depths of one. Their biases go to `bias`, in the layout of narrow_descriptor.
 template <class T, int kChunks>
-__device__ void stage_table(const NearestArgs<T>& args, int problem, std::uint32_t table,
+__device__ void stage_table(const NearestArgs<T>& args, int problem, int begin, std::uint32_t table,
                             std::uint32_t bias) {
   const std::int64_t start = static_cast<std::int64_t>(problem) * args.table.padded;
   const auto* from = static_cast<const uint4*>(args.table.columns) + start * kChunks * 4;
   for (int i = threadIdx.x; i < args.columns * kChunks; i += kThreads) {
     const int column = i / kChunks, chunk = i % kChunks;
-    const int source = min(column, args.table.padded - 1);
+    const int source = min(begin + column, args.table.padded - 1);
     const uint4* words = from + (source / 8 * kChunks + chunk) * 32 + source % 8 * 4;
     const uint4 w[4] = {words[0], words[1], words[2], words[3]};
     const Tile<T, 64> band{table + chunk / 2 * args.columns * 128};
@@ -46,11 +47,11 @@ __device__ void stage_table(const NearestArgs<T>& args, int problem, std::uint32
   }
   for (int i = threadIdx.x; i < args.columns; i += kThreads)
     store_bias(bias + i / 8 * (8 * kBiasBytes) + i % 8 * 16,
-               args.table.bias[start + min(i, args.table.padded - 1)]);
+               args.table.bias[start + min(begin + i, args.table.padded - 1)]);
   fence_async_proxy();
 }
 
-// The 64 rows of a warpgroup against all centroids.
+// The 64 rows of a warpgroup against the centroids in shared memory.
 template <class T, int kChunks>
 struct GroupScores {
   RowFragments<T, kChunks, 1> rows;
@@ -86,7 +87,7 @@ struct GroupScores {
     wgmma_wait<0>();
     wgmma_settle(d);
   }
-  // The best of all centroids. The warpgroups take turns with the tensor cores.
+  // The best of these centroids. The warpgroups take turns with the tensor cores.
   __device__ __forceinline__ void find() {
     best[0] = best[1] = 0;
 #pragma unroll 1
@@ -107,17 +108,19 @@ struct GroupScores {
   }
 };
 
-// Labels of the block's rows.
+// Labels of the block's rows after the centroids from `begin` on; `values`, those of their scores.
 template <class T, int kChunks>
-__device__ void assign_rows(const NearestArgs<T>& args, int problem, const Rows<const T>& rows,
-                            RowRange range, std::int32_t* labels, unsigned char* memory) {
+__device__ void assign_part(const NearestArgs<T>& args, int problem, int begin,
+                            const Rows<const T>& rows, RowRange range, std::int32_t* labels,
+                            std::int32_t* values, unsigned char* memory) {
   const int lane = threadIdx.x % 32, clusters = args.shape.clusters;
+  const bool last = begin + args.columns >= args.table.padded;
   const std::uint32_t table = shared_address(memory);
   const std::uint32_t bias = table + args.columns * kBands<kChunks> * 128;
   RowTile<T, kChunks, 1> ahead;
   int first = range.begin + static_cast<int>(threadIdx.x) / 32 * 16;
   ahead.load(rows, first, range.end);
-  stage_table<T, kChunks>(args, problem, table, bias);
+  stage_table<T, kChunks>(args, problem, begin, table, bias);
   const float2 bounds = table_bounds<kThreads>(args, problem);  // synchronises the threads
 #pragma unroll 1
   for (int round = range.begin; round < range.end; round += kGroups * 64) {
@@ -137,13 +140,32 @@ __device__ void assign_rows(const NearestArgs<T>& args, int problem, const Rows<
     scores.find();
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
-      const Point point = decode_key(scores.best[side]);
+      Point point = decode_key(scores.best[side]);
       const int row = first + 8 * side + lane / 4;
-      const bool finite = __float_as_uint(offset[side]) >> 23 < 255;
-      if (lane % 4 == side && row < range.end)
-        labels[row] = finite ? min(point.label, clusters - 1) : args.lost;
+      if (lane % 4 == side && row < range.end) {
+        point.label += begin;
+        // Both are below 2^23. Ties go to the lower index.
+        if (begin > 0 && values[row] >= static_cast<int>(point.value))
+          point.label = labels[row];
+        else if (!last)
+          values[row] = static_cast<int>(point.value);
+        const bool finite = __float_as_uint(offset[side]) >> 23 < 255;
+        labels[row] = !last || finite ? min(point.label, clusters - 1) : args.lost;
+      }
     }
     first += kGroups * 64;
+  }
+}
+
+// Labels of the block's rows.
+template <class T, int kChunks>
+__device__ void assign_rows(const NearestArgs<T>& args, int problem, const Rows<const T>& rows,
+                            RowRange range, std::int32_t* labels, unsigned char* memory) {
+  std::int32_t* order = args.out.order + (labels - args.out.labels);
+#pragma unroll 1
+  for (int begin = 0; begin < args.table.padded; begin += args.columns) {
+    if (begin > 0) __syncthreads();  // all warpgroups are done with the part before
+    assign_part<T, kChunks>(args, problem, begin, rows, range, labels, order, memory);
   }
 }
 
@@ -159,28 +181,27 @@ __global__ void __launch_bounds__(kThreads, 1) nearest_sm90a_kernel(NearestArgs<
 }
 
 template <class T, int kChunks>
-bool launch(NearestArgs<T> args, cudaStream_t stream) {
-  args.columns = (args.table.padded + kStep - 1) / kStep * kStep;
-  const int table = args.columns * (kBands<kChunks> * 128 + kBiasBytes);
-  if (args.columns > kMostColumns || table > kTableBytes) return false;
-  const std::size_t bytes =
-      max(static_cast<std::size_t>(table), group_shared_bytes(args.shape.clusters, kWarps));
+void launch(NearestArgs<T> args, cudaStream_t stream) {
+  constexpr int kColumnBytes = kBands<kChunks> * 128 + kBiasBytes;
+  constexpr int kFitting = kTableBytes / kColumnBytes / kStep * kStep;
+  const int parts = (args.table.padded + kFitting - 1) / kFitting;
+  args.columns = (args.table.padded + parts * kStep - 1) / (parts * kStep) * kStep;
+  const std::size_t bytes = max(static_cast<std::size_t>(args.columns * kColumnBytes),
+                                group_shared_bytes(args.shape.clusters, kWarps));
   args.shared_words = static_cast<int>(bytes / sizeof(std::int32_t));
   launch_cooperative_early(nearest_sm90a_kernel<T, kChunks>, args.teams.blocks(), kThreads, bytes,
                            stream, args);
-  return true;
 }
 
 }  // namespace
 
 template <class T>
-bool nearest_sm90a(const NearestArgs<T>& args, cudaStream_t stream) {
-  return dispatch_head_dim("keys", args.x.width, [&](auto width) {
-    return launch<T, decltype(width)::value / 32>(args, stream);
-  });
+void nearest_sm90a(const NearestArgs<T>& args, cudaStream_t stream) {
+  dispatch_head_dim("keys", args.x.width,
+                    [&](auto width) { launch<T, decltype(width)::value / 32>(args, stream); });
 }
 
-template bool nearest_sm90a(const NearestArgs<Bf16>&, cudaStream_t);
-template bool nearest_sm90a(const NearestArgs<F16>&, cudaStream_t);
+template void nearest_sm90a(const NearestArgs<Bf16>&, cudaStream_t);
+template void nearest_sm90a(const NearestArgs<F16>&, cudaStream_t);
 
 }  // namespace coterie::cuda

@@ -64,8 +64,8 @@ void find_candidates(const AttentionCall&, const CentredCentroids&, CandidateRun
 }
 
 template <class T>
-bool nearest_sm90a(const NearestArgs<T>&, cudaStream_t) {
-  return false;
+void nearest_sm90a(const NearestArgs<T>&, cudaStream_t) {
+  absent();
 }
 template <class T>
 void centroid_gradients_sm90a(const BackwardArgs<T>&, cudaStream_t) {
@@ -119,7 +119,7 @@ void launch_full_sm90a(const FullBackwardArgs<T>&, cudaStream_t) {
 }
 
 #define COTERIE_INSTANTIATE(T)                                                                  \
-  template bool nearest_sm90a(const NearestArgs<T>&, cudaStream_t);                             \
+  template void nearest_sm90a(const NearestArgs<T>&, cudaStream_t);                             \
   template void centroid_gradients_sm90a(const BackwardArgs<T>&, cudaStream_t);                 \
   template void attend_chunks_sm90a(const AttendArgs<T>&, cudaStream_t);                        \
   template void attend_near_sm90a(const NearArgs<T>&, cudaStream_t);                            \
