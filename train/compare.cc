@@ -67,7 +67,7 @@ Config copy_config(std::int64_t length) {
   config.model.ffn = 256;
   config.model.embedding_std = 0.5;
   config.optimizer.lr = 5e-3;
-  config.train.steps = 300;
+  config.train.steps = 200;
   config.train.final_batches = 16;  // 256 rows
   return config;
 }
@@ -112,7 +112,7 @@ Config bytes_config() {
   config.model.embedding_std = 0.1;
   config.optimizer.lr = 6e-3;
   config.train.batch = 8;
-  config.train.steps = 300;
+  config.train.steps = 200;
   return config;
 }
 
