@@ -93,10 +93,11 @@ bench::TimingPlan make_timing(const BenchOptions& options, double seconds_left, 
     return {.repeats = options.repeats, .min_repeats = options.repeats, .seconds = 0};
   }
   const bool on_gpu = options.device == "cuda";
-  return {.warmups = on_gpu ? 3 : 1,
-          .repeats = on_gpu ? 50 : 20,
-          .min_repeats = on_gpu ? 5 : 1,  // full attention of 64k tokens: 0.15 s on a GPU, 100 on a CPU
-          .seconds = std::max(0.001, seconds_left * share)};
+  return {
+      .warmups = on_gpu ? 3 : 1,
+      .repeats = on_gpu ? 50 : 20,
+      .min_repeats = on_gpu ? 5 : 1,  // full attention of 64k tokens: 0.15 s on a GPU, 100 on a CPU
+      .seconds = std::max(0.001, seconds_left * share)};
 }
 
 void check_json_path(const std::string& path) {
