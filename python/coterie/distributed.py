@@ -196,7 +196,14 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _AllToAll.apply(gradients[0], *ctx.settings), None, None, None
+        return _all_to_all(gradients[0], *ctx.settings), None, None, None
+
+
+def _all_to_all(
+    flat: Tensor, to: list[int], back: list[int], group: dist.ProcessGroup | None
+) -> Tensor:
+    out: Tensor = _AllToAll.apply(flat, to, back, group)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Exchange:
@@ -224,7 +231,7 @@ class _Exchange:
         flat = torch.cat([x.reshape(-1) for parts in out for x in parts])
         to = [sum(x.numel() for x in parts) for parts in out]
         sizes = [[torch.Size(shape).numel() for shape in parts] for parts in shapes]
-        got = _AllToAll.apply(flat, to, [sum(parts) for parts in sizes], self.group)
+        got = _all_to_all(flat, to, [sum(parts) for parts in sizes], self.group)
         pieces = iter(got.split([size for parts in sizes for size in parts]))
         ranks = [[next(pieces).view(shape) for shape in parts] for parts in shapes]
         return [torch.cat(part, dim) for part in zip(*ranks, strict=True)]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import ops
 from .layout import accumulator
+from .library import operators
 from .spec import Group, head_groups
 from .state import State
 
@@ -43,7 +44,7 @@ class Options(NamedTuple):
     mask: Tensor | None = None  # bool (B, H, N, S)
     dropout: float = 0.0
     part: tuple[int, int] = (0, 1)  # number and count: of equal parts of a group's heads
-    selection: tuple[Tensor, ...] = ()  # of select(), for one group; empty: chosen
+    selection: Sequence[Tensor] = ()  # of select(), for one group; empty: chosen
 
 
 class Rows(NamedTuple):
@@ -152,8 +153,8 @@ def arguments_of(call: GroupCall) -> tuple[tuple[Tensor | None, ...], tuple[Any,
         gate, logit_scale = _wide(state.gate, q), _wide(state.logit_scale, q)
     rows = (q, k, v, centroids, gate, logit_scale)
     settings = (group.text, options.scale or 0.0, options.causal, options.seed, options.dropout)
-    settings += options.part
-    return rows, (*options[3:8], _dropout_seed(options.dropout), *settings)
+    rest = (*options[3:8], _dropout_seed(options.dropout), *settings, *options.part)
+    return rows, rest
 
 
 def _dropout_seed(p: float) -> Tensor | None:
@@ -178,7 +179,7 @@ def select(
             q, k, v = autocast_rows(q, k, v)
         call = GroupCall(group, q, k, v, state, settle(options, q, v))
         own, rest = arguments_of(call)
-        return tuple(ops.operators.attention_select.default(*own, *rest))
+        return tuple(operators.attention_select.default(*own, *rest))
 
 
 def _centroids(group: Group, state: State) -> Tensor | None:

@@ -126,8 +126,12 @@ class Attention(HeadGroups):
         self._check_call(query, key, value, need_weights)
         x = query if self.batch_first else query.transpose(0, 1)
         padding = _padding(x, key_padding_mask, lengths)
-        options = Options(self.causal, 0.0, 0, *[padding and padding.lengths] * 2)
-        options = options._replace(
+        valid = padding and padding.lengths
+        options = Options(
+            self.causal,
+            scale=0.0,
+            q_lengths=valid,
+            k_lengths=valid,
             mask=self._mask(x, attn_mask, is_causal, padding),
             dropout=self.dropout if self.training else 0.0,
         )

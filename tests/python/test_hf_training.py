@@ -168,6 +168,7 @@ def _rank(rank: int, folder: str) -> None:
     sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
     _train(model, Path(folder), _tokens(4), **sizes, ddp_backend="gloo")
     torch.save(model.state_dict(), Path(folder, f"{rank}.pt"))
+    torch.distributed.destroy_process_group()  # torch's threads would abort an exit now and then
 
 
 def test_the_callback_works_under_ddp(tmp_path: Path) -> None:
