@@ -97,9 +97,9 @@ struct RoutingParams {
   std::int64_t queries_in = 1;                    // strict: clusters that a query looks into
   SelfAttention self = SelfAttention::automatic;  // demote with share_qk, else keep
   bool include_self = false;                      // strict, separate: a query also sees its own key
-  double count_eps = 0.01;  // top: outputs are divided by the number of clusters + count_eps
-  double decay = 0.9;       // of the centroids' moving average; see move_centroids
-  double commitment = 1.0;  // weight of commitment_loss; applied by the caller
+  double count_eps = 0.01;   // top: outputs are divided by the number of clusters + count_eps
+  double decay = 0.9;        // of the centroids' moving average; see move_centroids
+  double commitment = 1e-4;  // weight of commitment_loss; applied by the caller
 };
 
 enum class CastMode : std::uint8_t { topk, single };

@@ -151,7 +151,7 @@ TEST(Spec, PositionsAreRotaryForFullAndLocalUnlessTold) {
 TEST(Spec, DefaultsAreNotPrinted) {
   const auto text = [](const char* spec) { return AttentionSpec::parse(spec).to_string(); };
   EXPECT_EQ(text("i-clustered(topk=32,clusters=100,bits=63)"), "i-clustered(clusters=100)");
-  EXPECT_EQ(text("routing(commitment=1.0,window=2,clusters=3,decay=0.90)"),
+  EXPECT_EQ(text("routing(commitment=0.0001,window=2,clusters=3,decay=0.90)"),
             "routing(clusters=3,window=2)");
   EXPECT_EQ(text("routing(clusters=3,window=2,commitment=1e30,decay=1e-5)"),
             "routing(clusters=3,window=2,decay=1e-5,commitment=1e30)");
@@ -302,7 +302,7 @@ TEST(Spec, HelpListsEveryNameAndKey) {
   for (const char* const word :
        {"full", "local", "strided", "oracle-top", "clustered", "i-clustered", "lsh", "routing",
         "cast", "window (required)", "keys|hamming-keys|hamming", "none|paper|strict",
-        "commitment=1", "buckets=64", "positions=automatic", "rotary|none|relative",
+        "commitment=1e-4", "buckets=64", "positions=automatic", "rotary|none|relative",
         "heads=shared"}) {
     EXPECT_NE(help.find(word), std::string::npos) << word;
   }
