@@ -3,8 +3,9 @@
 
 A description has options of ``coterie train`` for all runs and families of runs. A family has options
 and seeds, attentions by label (one run per label and seed), and attentions with which every trained
-model is evaluated in addition to its own. ``file`` names its data in the folder of ``--data``; "" if it
-needs none.
+model is evaluated in addition to its own ("all": with those of the family). ``lengths`` makes it several
+families, NAME-LENGTH, that differ in their length. ``file`` names its data in the folder of ``--data``; ""
+if it needs none.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-FAMILY_KEYS = {"seeds", "options", "attention", "evaluate", "file"}
+FAMILY_KEYS = {"seeds", "options", "attention", "evaluate", "file", "lengths"}
 KEYS = {"title", "data", "text", "options", "family", "section", "target", "file"}
 
 
@@ -47,8 +48,24 @@ def _check_keys(where: str, found: dict[str, Any], known: set[str]) -> None:
             raise PlanError(f"{where}: expected one of {', '.join(sorted(known))}; got {key}")
 
 
+def of_length(name: str, length: int) -> str:
+    """The family of one of the lengths of a family."""
+    return f"{name}-{length}"
+
+
+def _one_family_per_length(families: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, family in families.items():
+        if "lengths" not in family:
+            found[name] = family
+        for length in family.get("lengths", []):
+            options = {**family.get("options", {}), "length": length}
+            found[of_length(name, length)] = {**family, "options": options}
+    return found
+
+
 def load(path: Path) -> dict[str, Any]:
-    """The description in a file, checked."""
+    """The description in a file, checked; families of several lengths are in "lengths" by name, and apart in "family"."""
     try:
         plan = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
@@ -61,7 +78,15 @@ def load(path: Path) -> dict[str, Any]:
         _check_keys(f"{path.name}: family.{name}", family, FAMILY_KEYS)
         if not family.get("attention"):
             raise PlanError(f"{path.name}: family.{name} has no attention")
-    for part in plan.get("section", []) + plan.get("target", []):
+    for family in plan["family"].values():
+        if family.get("evaluate") == "all":
+            family["evaluate"] = dict(family["attention"])
+    plan["lengths"] = {name: family["lengths"] for name, family in plan["family"].items() if "lengths" in family}
+    plan["family"] = _one_family_per_length(plan["family"])
+    for part in [part for part in plan.get("section", []) if part["kind"] == "map"]:
+        if part.get("family") not in plan["lengths"]:
+            raise PlanError(f"{path.name}: expected a family with lengths for a map; got {part.get('family')}")
+    for part in [part for part in plan.get("section", []) if part["kind"] != "map"] + plan.get("target", []):
         if part.get("family") not in plan["family"]:
             raise PlanError(f"{path.name}: expected a known family; got {part.get('family')}")
     return plan

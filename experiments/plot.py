@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Line plots as SVG text."""
+"""Line plots and heat maps as SVG text."""
 
 from __future__ import annotations
 
@@ -72,4 +72,45 @@ def line_plot(title: str, x_label: str, y_label: str, curves: list[Curve],
         colour = COLOURS[index % len(COLOURS)]
         parts.append(f'<path d="M{LEFT} {y}h22" stroke="{colour}" stroke-width="2.5"/>')
         parts.append(f'<text x="{LEFT + 30}" y="{y + 4}">{escape(name)}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+CELL_WIDTH, CELL_HEIGHT = 58, 26
+
+
+def shade(value: float) -> tuple[str, str]:
+    """Colours of a cell and of the number in it, from white at 0 to dark blue at 1."""
+    part = min(max(value, 0.0), 1.0)
+    dark = (0, 70, 127)
+    cell = "#" + "".join(f"{round(255 + part * (channel - 255)):02x}" for channel in dark)
+    return cell, "white" if part > 0.55 else "#1b1b1b"
+
+
+def heat_maps(title: str, row_label: str, rows: list[str], maps: dict[str, dict[str, list[float]]]) -> str:
+    """One map beside the other: values from 0 to 1, by map and column, one per row."""
+    widths = [LEFT + CELL_WIDTH * len(columns) + RIGHT for columns in maps.values()]
+    width, height = sum(widths), TOP + 22 + CELL_HEIGHT * len(rows) + 24
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    left = 0
+    for (name, columns), own_width in zip(maps.items(), widths):
+        parts.append(f'<text x="{left + LEFT}" y="18" font-size="13">{escape(f"{title}, {name}")}</text>')
+        for down, row in enumerate(rows):
+            y = TOP + 22 + CELL_HEIGHT * down
+            parts.append(f'<text x="{left + LEFT - 6}" y="{y + 17}" text-anchor="end">{escape(row)}</text>')
+            for across, values in enumerate(columns.values()):
+                x = left + LEFT + CELL_WIDTH * across
+                cell, ink = shade(values[down])
+                parts.append(f'<rect x="{x}" y="{y}" width="{CELL_WIDTH - 1}" height="{CELL_HEIGHT - 1}" fill="{cell}" '
+                             'stroke="#dddddd"/>')
+                parts.append(f'<text x="{x + CELL_WIDTH / 2}" y="{y + 17}" text-anchor="middle" fill="{ink}">'
+                             f"{values[down]:.2f}</text>")
+        for across, number in enumerate(columns):
+            x = left + LEFT + CELL_WIDTH * (across + 0.5)
+            parts.append(f'<text x="{x}" y="{TOP + 14}" text-anchor="middle">{escape(number)}</text>')
+        parts.append(f'<text x="{left + LEFT}" y="{height - 8}">rows: {escape(row_label)}</text>')
+        left += own_width
     return "\n".join([*parts, "</svg>"]) + "\n"

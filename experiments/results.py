@@ -137,7 +137,52 @@ def curves(logs: Logs, family: str, over: str, label: str, metric: str) -> str:
     return plot.line_plot(f"{metric} over {label}", label, metric, lines, bounds)
 
 
-KINDS = {"evaluations": evaluations, "training": training}
+def exchange(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
+    """Models trained with one attention (a row), evaluated with another (a column): mean over the seeds."""
+    name = section["family"]
+    family = plan["family"][name]
+    columns = list(family["evaluate"])
+    rows = []
+    for label in family["attention"]:
+        scores = {column: [line["metric"] for line in logs.of("score", family=name, label=label, evaluation=column)]
+                  for column in columns}
+        own = [f"**{statistics.mean(found):.3f}**" if column == label else f"{statistics.mean(found):.3f}"
+               for column, found in scores.items()]
+        most = max(max(found) - min(found) for found in scores.values())
+        rows.append([label, *own, f"{most:.3f}"])
+    specs = ", ".join(f"{label}: `{spec}`" for label, spec in family["evaluate"].items())
+    head = ["trained with", *[f"with {label}" for label in columns], "largest range of seeds"]
+    return table(head, rows) + f"\n{specs}.\n", {}
+
+
+def length_map(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
+    """Scores by length and by the number after the comma of a label, as a table and as one heat map per name before it."""
+    name = section["family"]
+    lengths = plan["lengths"][name]
+    families = [plans.of_length(name, length) for length in lengths]
+    labels = list(plan["family"][families[0]]["attention"])
+    scores = {(label, family): [line["metric"] for line in logs.of("score", family=family, label=label)]
+              for label in labels for family in families}
+    maps: dict[str, dict[str, list[float]]] = {}  # by name, then by number: a score per length
+    rows = []
+    for label in labels:
+        found = [scores[label, family] for family in families]
+        kind, _, number = label.partition(", ")
+        if number:
+            maps.setdefault(kind, {})[number] = [statistics.mean(own) for own in found]
+        seconds = [statistics.median(line["seconds"] for line in logs.of("end", family=family, label=label))
+                   for family in families]
+        rows.append([label, *[f"{statistics.mean(own):.3f}" for own in found],
+                     f"{max(max(own) - min(own) for own in found):.3f}", *[f"{value:.0f}" for value in seconds]])
+    metric = logs.of("score", family=families[0])[0]["metric_name"]
+    picture = f"results/{name}-map.svg"
+    head = ["attention", *[f"{length} tokens" for length in lengths], "largest range of seeds",
+            *[f"seconds, {length}" for length in lengths]]
+    drawn = plot.heat_maps(metric, "tokens", [str(length) for length in lengths], maps)
+    return table(head, rows) + f"\n![{name}-map]({picture})\n", {picture: drawn}
+
+
+KINDS = {"evaluations": evaluations, "training": training, "exchange": exchange, "map": length_map}
 
 
 def absolute(target: Line, logs: Logs) -> list[str]:
@@ -173,7 +218,8 @@ def chapter(plan: Line, logs: Logs) -> tuple[str, Files]:
         body, more = KINDS[section["kind"]](plan, logs, section)
         pictures |= more
         text += f"\n### {section['title']}\n\n{section['text'].strip()}\n\n{body}\n"
-        text += provenance(logs, section["family"])
+        lengths = plan["lengths"].get(section["family"])
+        text += provenance(logs, plans.of_length(section["family"], lengths[0]) if lengths else section["family"])
     text += targets(plan, logs)
     return text, pictures
 

@@ -140,7 +140,7 @@ class Driver:
     def evaluate(self, run: plans.Run) -> None:
         """Evaluates with the attention of the run and with those that are not in the log yet."""
         done = {line["evaluation"] for line in self.read_log(run) if line["kind"] == "score"}
-        missing = {label: spec for label, spec in run.evaluate.items() if label not in done}
+        missing = {label: spec for label, spec in run.evaluate.items() if label not in {*done, run.label}}
         if run.label in done and not missing:
             return
         words = ["eval", str(self.folder / run.name), "--split", self.split, "--json"]

@@ -47,6 +47,18 @@ full = "1*full+1*full(positions=none)"
 [family.replaced.evaluate]
 local = "1*local(window=16)+1*local(window=16,positions=none)"
 
+[family.mapped]
+lengths = [32, 64]
+[family.mapped.attention]
+"clustered, 4" = "clustered(clusters=4)"
+"clustered, 8" = "clustered(clusters=8)"
+
+[family.swapped]
+evaluate = "all"
+[family.swapped.attention]
+all = "full"
+windowed = "local(window=8)"
+
 [[section]]
 kind = "evaluations"
 family = "replaced"
@@ -58,6 +70,18 @@ kind = "training"
 family = "trained"
 title = "Trained"
 text = "From scratch."
+
+[[section]]
+kind = "map"
+family = "mapped"
+title = "By length"
+text = "Clusters after the comma."
+
+[[section]]
+kind = "exchange"
+family = "swapped"
+title = "Swapped"
+text = "One for another."
 
 [[target]]
 family = "replaced"
@@ -116,7 +140,9 @@ def check(experiment: Experiment) -> None:
     assert {line["run"] for line in of(experiment.packed(), "run")} == {"replaced-full-1"}
     experiment.run()
     lines = experiment.packed()
-    assert len(of(lines, "run")) == 5 and len(of(lines, "end")) == 5
+    assert len(of(lines, "run")) == 11 and len(of(lines, "end")) == 11
+    swapped = [(line["label"], line["evaluation"]) for line in of(lines, "score") if line["family"] == "swapped"]
+    assert sorted(swapped) == [(a, b) for a in ("all", "windowed") for b in ("all", "windowed")]
     assert [line["evaluation"] for line in of(lines, "score")].count("local") == 1
     assert "coterie train" not in experiment.run()
     assert experiment.packed() == lines
@@ -140,6 +166,10 @@ def check(experiment: Experiment) -> None:
     assert all(score in page for score in scores) and "| yes |" in page
     for name in ("trained-steps", "trained-seconds"):
         assert (experiment.folder / "docs" / "results" / f"{name}.svg").read_text().startswith("<svg")
+    assert "| trained with | with all | with windowed |" in page
+    assert "| attention | 32 tokens | 64 tokens |" in page
+    picture = (experiment.folder / "docs" / "results" / "mapped-map.svg").read_text()
+    assert picture.startswith("<svg") and picture.count("<rect") == 1 + 4
     experiment.results("--check")
     (experiment.folder / "docs" / "results.md").write_text(page + "typed by hand\n")
     assert "not what the logs say" in experiment.results("--check", status=1)
@@ -158,7 +188,7 @@ def check(experiment: Experiment) -> None:
     assert "DIFFERS" in experiment._script("compare.py", *compare, status=1)
 
     # Mistakes.
-    assert "expected one of trained, replaced" in experiment.run("--family", "none", status=1)
+    assert "expected one of trained, replaced, mapped-32, mapped-64, swapped" in experiment.run("--family", "none", status=1)
     experiment.plan.write_text(PLAN.replace("seeds", "seedlings"))
     assert "got seedlings" in experiment.run(status=1)
     experiment.plan.write_text(PLAN.replace('task = "masked"', 'task = "sing"').replace("4\n", "5\n"))
