@@ -113,18 +113,7 @@ void add_results(HeadRun& run) {
 TensorView shape_only(const TensorLayout& layout, Device device) {
   if (layout.sizes.empty()) return {};
   static std::max_align_t nothing;
-  TensorView view;
-  view.data = &nothing;
-  view.dtype = layout.dtype;
-  view.device = device;
-  view.rank = static_cast<int>(layout.sizes.size());
-  std::int64_t stride = 1;
-  for (int dim = view.rank - 1; dim >= 0; --dim) {
-    view.sizes[dim] = layout.sizes[static_cast<std::size_t>(dim)];
-    view.strides[dim] = stride;
-    stride *= view.sizes[dim];
-  }
-  return view;
+  return view_of(layout, &nothing, device);
 }
 
 }  // namespace

@@ -35,16 +35,8 @@ Tensor::Tensor(const TensorLayout& layout, Device device) {
     view_ = host_.view();
     return;
   }
-  std::int64_t stride = 1;
-  view_.dtype = layout.dtype;
-  view_.device = device;
-  view_.rank = static_cast<int>(layout.sizes.size());
-  for (int dim = view_.rank - 1; dim >= 0; --dim) {
-    view_.sizes[dim] = layout.sizes[static_cast<std::size_t>(dim)];
-    view_.strides[dim] = stride;
-    stride *= view_.sizes[dim];
-  }
-  device_ = device_memory(stride * dtype_bytes(layout.dtype));
+  view_ = view_of(layout, nullptr, device);
+  device_ = device_memory(bytes_of(view_));
   view_.data = device_.get();
 }
 

@@ -27,6 +27,9 @@ struct TensorLayout {
   std::vector<std::int64_t> sizes;
 };
 
+// The contiguous view of such a tensor in `data`.
+TensorView view_of(const TensorLayout& layout, void* data, Device device = Device::cpu);
+
 // An owning, contiguous tensor in host memory, zero-filled and aligned to 64 bytes.
 class HostTensor {
  public:

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/dense_view.h"
 #include "core/half.h"
 
 namespace coterie {
@@ -43,6 +42,8 @@ bool is_floating(DType dtype) {
 
 DType accumulator_dtype(DType input) { return input == DType::f64 ? DType::f64 : DType::f32; }
 
+namespace {
+
 TensorView dense_view(void* data, DType dtype, const std::int64_t* sizes, int rank, Device device) {
   COTERIE_CHECK(rank <= kMaxRank, "tensor", "expected at most ", kMaxRank, " dimensions; got ",
                 rank);
@@ -56,8 +57,6 @@ TensorView dense_view(void* data, DType dtype, const std::int64_t* sizes, int ra
   }
   return view;
 }
-
-namespace {
 
 // Calls visit(flat row-major index, element offset) for every element.
 template <class Visit>
@@ -201,6 +200,11 @@ std::string describe(const TensorView& tensor) {
   text << ')';
   if (tensor.device != Device::cpu) text << " on " << describe(tensor.device);
   return text.str();
+}
+
+TensorView view_of(const TensorLayout& layout, void* data, Device device) {
+  return dense_view(data, layout.dtype, layout.sizes.data(), static_cast<int>(layout.sizes.size()),
+                    device);
 }
 
 HostTensor::HostTensor(DType dtype, std::vector<std::int64_t> sizes) {

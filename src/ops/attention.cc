@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/dense_view.h"
 
 namespace coterie {
 
@@ -95,8 +94,7 @@ Attention::Saved Attention::forward(const AttentionInputs& inputs, const TensorV
     }
     group.layout = attention_saved(mechanism, group.inputs);
     for (const TensorLayout& layout : group.layout.tensors) {
-      TensorView tensor = dense_view(nullptr, layout.dtype, layout.sizes.data(),
-                                     static_cast<int>(layout.sizes.size()), device);
+      TensorView tensor = view_of(layout, nullptr, device);
       tensor.data = own(bytes_of(tensor));
       group.result.saved.push_back(tensor);
     }

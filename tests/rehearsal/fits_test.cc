@@ -17,6 +17,7 @@
 #include "coterie/kmeans.h"
 #include "coterie/passes.h"
 #include "coterie/spec.h"
+#include "coterie/tensor.h"
 #include "tests/rehearsal/fake_cuda.h"
 
 namespace coterie {
@@ -108,15 +109,8 @@ void rehearse(const std::string& text, bool causal, const Shape& shape, int devi
     gradients.dgate = inputs.gate;
   }
   for (const TensorLayout& layout : attention_saved(mechanism, inputs).tensors) {
-    TensorView view = memory.tensor(layout.dtype, {1});
-    view.rank = static_cast<int>(layout.sizes.size());
-    std::int64_t stride = 1;
-    for (int dim = view.rank - 1; dim >= 0; --dim) {
-      view.sizes[dim] = layout.sizes[static_cast<std::size_t>(dim)];
-      view.strides[dim] = stride;
-      stride *= view.sizes[dim];
-    }
-    view.data = memory.take(stride * dtype_bytes(layout.dtype));
+    TensorView view = view_of(layout, nullptr, memory.device);
+    view.data = memory.take(view.count() * dtype_bytes(layout.dtype));
     result.saved.push_back(view);
   }
   result.out = rows(kHeads);
