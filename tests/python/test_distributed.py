@@ -48,6 +48,7 @@ def _work(rank: int, folder: str, world: int, members: list[int], sync_buffers: 
     """Trains on the ranks of ``members``; the others only take part in making the group."""
     meeting = f"file://{folder}/meet"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
+    dist.barrier()  # no rank leaves before all are connected
     group = None if len(members) == world else dist.new_group(members)
     if rank in members:
         place = members.index(rank)
