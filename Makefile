@@ -35,7 +35,7 @@ run:  ## build, compare long sequences, train a small model with every attention
 	@scripts/step "Configure the build" cmake --preset release $(if $(CUDA),-DCOTERIE_CUDA=$(CUDA))
 	@scripts/step "Build the program" cmake --build --preset release --target coterie_cli
 	@scripts/step "Time every attention alone" \
-	  build/release/bin/coterie bench --device $(DEVICE) --seconds 12 --json out/bench.jsonl
+	  build/release/bin/coterie bench --device $(DEVICE) --seconds 16 --json out/bench.jsonl
 	@scripts/step "Train small models, two at a time" sh -c '\
 	  $(COMPARE) --sections copy >out/compare.log 2>&1 & \
 	  $(COMPARE) --sections recall "recall, long" "recall, causal" bytes; status=$$?; \
