@@ -5,7 +5,7 @@ A description has options of ``coterie train`` for all runs and families of runs
 and seeds, attentions by label (one run per label and seed), and attentions with which every trained
 model is evaluated in addition to its own ("all": with those of the family). ``lengths`` makes it several
 families, NAME-LENGTH, that differ in their length. ``file`` names its data in the folder of ``--data``; ""
-if it needs none.
+if it needs none. With ``inspect`` the heads of every trained model are compared with each other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-FAMILY_KEYS = {"seeds", "options", "attention", "evaluate", "file", "lengths"}
+FAMILY_KEYS = {"seeds", "options", "attention", "evaluate", "inspect", "file", "lengths"}
 KEYS = {"title", "data", "text", "options", "family", "section", "target", "file"}
 
 
@@ -30,6 +30,7 @@ class Run(NamedTuple):
     seed: int
     options: dict[str, str]  # of coterie train, without --data, --device and --out
     evaluate: dict[str, str]  # spec by label
+    inspect: bool = False
     file: str | None = None  # in the folder of --data; "": no data; None: --data itself
 
 
@@ -103,5 +104,6 @@ def runs_of(plan: dict[str, Any]) -> list[Run]:
             for label, spec in family["attention"].items():
                 own = {**texts, "attention": spec, "seed": str(seed)}
                 runs.append(Run(f"{name}-{slug(label)}-{seed}", name, label, seed, own,
-                                dict(family.get("evaluate", {})), family.get("file", plan.get("file"))))
+                                dict(family.get("evaluate", {})), family.get("inspect", False),
+                                    family.get("file", plan.get("file"))))
     return runs

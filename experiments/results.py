@@ -182,7 +182,26 @@ def length_map(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
     return table(head, rows) + f"\n![{name}-map]({picture})\n", {picture: drawn}
 
 
-KINDS = {"evaluations": evaluations, "training": training, "exchange": exchange, "map": length_map}
+def divergence(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
+    """How different the heads of a layer are: mean and range over the seeds."""
+    name = section["family"]
+    found: dict[int, dict[str, list[float]]] = {}
+    for line in logs.of("inspection", family=name):
+        for pair in line["divergences"]:
+            heads = " and ".join(part.partition("(")[0] for part in (pair["a"], pair["b"]))
+            found.setdefault(pair["layer"], {}).setdefault(heads, []).append(pair["mean"])
+    columns = list(dict.fromkeys(heads for pairs in found.values() for heads in pairs))
+    cells = {(layer, heads): f"{statistics.mean(means):.3f} ({min(means):.3f} to {max(means):.3f})"
+             for layer, pairs in found.items() for heads, means in pairs.items()}
+    rows = [[str(layer), *[cells.get((layer, heads), "") for heads in columns]] for layer in sorted(found)]
+    scores = [line["metric"] for line in logs.of("score", family=name)]
+    metric = logs.of("score", family=name)[0]["metric_name"]
+    return (table(["layer", *columns], rows)
+            + f"\nThe models reach {min(scores):.3f} to {max(scores):.3f} {metric}.\n"), {}
+
+
+KINDS = {"evaluations": evaluations, "training": training, "exchange": exchange, "map": length_map,
+         "divergence": divergence}
 
 
 def absolute(target: Line, logs: Logs) -> list[str]:

@@ -155,6 +155,15 @@ class Driver:
             if label not in done:
                 self.write(run, {**line, "kind": "score", "evaluation": label})
 
+    def inspect(self, run: plans.Run) -> None:
+        """How different the heads of each layer are, unless the log says it."""
+        if not run.inspect or any(line["kind"] == "inspection" for line in self.read_log(run)):
+            return
+        words = ["inspect", str(self.folder / run.name), "--json", "--rows", "16", "--device", self._place.device]
+        words += ["--data", self.data_of(run)] if self.data_of(run) else []
+        found = json.loads("".join(self.command(run, words)))
+        self.write(run, {"kind": "inspection", "divergences": found["divergences"]})
+
     def lines(self, run: plans.Run) -> Iterator[Line]:
         """All lines about a run, without paths of this machine."""
         facts = {"run": run.name, "family": run.family, "label": run.label, "seed": run.seed}
@@ -194,6 +203,7 @@ def run_all(driver: Driver, runs: list[plans.Run]) -> None:
     def work(run: plans.Run) -> None:
         driver.train(run)
         driver.evaluate(run)
+        driver.inspect(run)
 
     with ThreadPoolExecutor(driver.jobs, initializer=driver.start_job) as pool:
         started = [pool.submit(work, run) for run in runs]

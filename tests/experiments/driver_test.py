@@ -55,6 +55,7 @@ lengths = [32, 64]
 
 [family.swapped]
 evaluate = "all"
+inspect = true
 [family.swapped.attention]
 all = "full"
 windowed = "local(window=8)"
@@ -82,6 +83,12 @@ kind = "exchange"
 family = "swapped"
 title = "Swapped"
 text = "One for another."
+
+[[section]]
+kind = "divergence"
+family = "swapped"
+title = "Heads"
+text = "How they differ."
 
 [[target]]
 family = "replaced"
@@ -167,6 +174,8 @@ def check(experiment: Experiment) -> None:
     for name in ("trained-steps", "trained-seconds"):
         assert (experiment.folder / "docs" / "results" / f"{name}.svg").read_text().startswith("<svg")
     assert "| trained with | with all | with windowed |" in page
+    assert "| layer | full and full | local and local |" in page
+    assert len(of(lines, "inspection")) == 2
     assert "| attention | 32 tokens | 64 tokens |" in page
     picture = (experiment.folder / "docs" / "results" / "mapped-map.svg").read_text()
     assert picture.startswith("<svg") and picture.count("<rect") == 1 + 4
