@@ -141,11 +141,12 @@ LanguageModel make_model(const char* spec, bool bias, bool recompute) {
 }
 
 // A model of every kind of head group, with and without biases, lengths and recomputation. One
-// cluster: with several, rows that are rounded differently may choose another one.
+// cluster: with several, rows that are rounded differently may choose another one. commitment=1
+// lets its gradient count.
 TEST(BlockOps, FusedModelsEqualOthersUpToRounding) {
   for (const char* spec : {"full", "local(window=8)", "2*local(window=8)+2*full(positions=none)",
-                           "2*local(window=8)+2*routing(clusters=1,window=8)",
-                           "2*full+2*routing(clusters=1,window=8,share_qk=false)",
+                           "2*local(window=8)+2*routing(clusters=1,window=8,commitment=1)",
+                           "2*full+2*routing(clusters=1,window=8,share_qk=false,commitment=1)",
                            "cast(clusters=1,size=40)", "full(positions=relative)"}) {
     for (const bool bias : {true, false}) {
       for (const bool recompute : {false, true}) {
