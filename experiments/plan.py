@@ -79,17 +79,14 @@ def load(path: Path) -> dict[str, Any]:
         _check_keys(f"{path.name}: family.{name}", family, FAMILY_KEYS)
         if not family.get("attention"):
             raise PlanError(f"{path.name}: family.{name} has no attention")
-    for family in plan["family"].values():
         if family.get("evaluate") == "all":
             family["evaluate"] = dict(family["attention"])
     plan["lengths"] = {name: family["lengths"] for name, family in plan["family"].items() if "lengths" in family}
     plan["family"] = _one_family_per_length(plan["family"])
-    for part in [part for part in plan.get("section", []) if part["kind"] == "map"]:
-        if part.get("family") not in plan["lengths"]:
-            raise PlanError(f"{path.name}: expected a family with lengths for a map; got {part.get('family')}")
-    for part in [part for part in plan.get("section", []) if part["kind"] != "map"] + plan.get("target", []):
-        if part.get("family") not in plan["family"]:
-            raise PlanError(f"{path.name}: expected a known family; got {part.get('family')}")
+    for part in plan.get("section", []) + plan.get("target", []):
+        known = plan["lengths"] if part.get("kind") == "map" else plan["family"]
+        if part.get("family") not in known:
+            raise PlanError(f"{path.name}: expected one of {', '.join(known)}; got {part.get('family')}")
     return plan
 
 
