@@ -194,10 +194,7 @@ def divergence(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
     cells = {(layer, heads): f"{statistics.mean(means):.3f} ({min(means):.3f} to {max(means):.3f})"
              for layer, pairs in found.items() for heads, means in pairs.items()}
     rows = [[str(layer), *[cells.get((layer, heads), "") for heads in columns]] for layer in sorted(found)]
-    scores = [line["metric"] for line in logs.of("score", family=name)]
-    metric = logs.of("score", family=name)[0]["metric_name"]
-    return (table(["layer", *columns], rows)
-            + f"\nThe models reach {min(scores):.3f} to {max(scores):.3f} {metric}.\n"), {}
+    return table(["layer", *columns], rows), {}
 
 
 KINDS = {"evaluations": evaluations, "training": training, "exchange": exchange, "map": length_map,
