@@ -102,5 +102,5 @@ def runs_of(plan: dict[str, Any]) -> list[Run]:
                 own = {**texts, "attention": spec, "seed": str(seed)}
                 runs.append(Run(f"{name}-{slug(label)}-{seed}", name, label, seed, own,
                                 dict(family.get("evaluate", {})), family.get("inspect", False),
-                                    family.get("file", plan.get("file"))))
+                                family.get("file", plan.get("file"))))
     return runs

@@ -10,6 +10,7 @@ from xml.sax.saxutils import escape
 COLOURS = ["#1b1b1b", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 WIDTH, HEIGHT = 460, 300
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 30, 44
+CELL_WIDTH, CELL_HEIGHT = 58, 26  # of heat maps
 
 
 class Curve(NamedTuple):
@@ -73,9 +74,6 @@ def line_plot(title: str, x_label: str, y_label: str, curves: list[Curve],
         parts.append(f'<path d="M{LEFT} {y}h22" stroke="{colour}" stroke-width="2.5"/>')
         parts.append(f'<text x="{LEFT + 30}" y="{y + 4}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-CELL_WIDTH, CELL_HEIGHT = 58, 26
 
 
 def shade(value: float) -> tuple[str, str]:
