@@ -43,9 +43,12 @@ struct ImagesConfig {
 };
 
 struct SpeechConfig {
-  std::int64_t join = 1;       // utterances of an example
-  std::int64_t subsample = 4;  // frames in one position
-  std::int64_t beam = 1;       // of the decoding; 1: greedy
+  std::string symbols = "characters";  // of the transcripts: characters, phones
+  std::int64_t join = 1;               // utterances of an example
+  std::int64_t subsample = 4;          // frames in one position
+  std::int64_t beam = 1;               // of the decoding; 1: greedy
+  std::int64_t masks = 0;              // of each kind on a recording for training
+  double tempo = 0.0;                  // how much slower or faster recordings for training are
 };
 
 struct TextConfig {                  // bytes, masked, words and tokens

@@ -80,12 +80,19 @@ void visit_fields(Config& config, Visitor& visit) {
                "pathfinder: short paths without an end to be found");
   visit.choice("images.predict", config.images.predict, {"class", "pixels"},
                "images: the class of the grey image, or each value from those before it");
+  visit.choice("speech.symbols", config.speech.symbols, {"characters", "phones"},
+               "speech: what transcripts consist of; phones are those of AN4's dictionary");
   visit.number("speech.join", config.speech.join, 1, 1024,
                "speech: recordings that are joined to one example");
   visit.number("speech.subsample", config.speech.subsample, 1, 64,
                "speech: frames in one position of the model");
   visit.number("speech.beam", config.speech.beam, 1, 1024,
                "speech: prefixes kept by the decoding of scores; greedy if 1");
+  visit.number("speech.masks", config.speech.masks, 0, 64,
+               "speech: spans of time, and as many bands of cepstra, that are set to 0 in every "
+               "recording for training (SpecAugment)");
+  visit.number("speech.tempo", config.speech.tempo, 0.0, 0.5,
+               "speech: recordings for training are slower or faster by up to this fraction");
   visit.number("text.valid", config.text.valid, 0.0, 0.5,
                "Fraction of the text held out for validation");
   visit.number("text.test", config.text.test, 0.0, 0.5,

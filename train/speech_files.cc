@@ -126,7 +126,66 @@ std::string transcript_of(const std::string& line, const std::string& name) {
   return text;
 }
 
-void read_an4(const FileMap& files, const std::string& part, Speech& speech) {
+// Transcripts as symbols.
+class Alphabet {
+ public:
+  Alphabet() = default;  // characters
+
+  // Phones of lines like "AND  AE N D"; "AND(2)  AH N D" is a second pronunciation, which is not
+  // used.
+  explicit Alphabet(const CorpusFile& dictionary) : name_(dictionary.name) {
+    std::map<std::string, std::vector<std::string>> words;
+    std::map<std::string, std::int64_t> numbers;
+    for (const std::string& line : lines_of(dictionary)) {
+      std::istringstream parts(line);
+      std::string word;
+      parts >> word;
+      std::vector<std::string>& phones = words[word];
+      for (std::string phone; parts >> phone;) {
+        phones.push_back(phone);
+        numbers[phone] = 0;
+      }
+      if (phones.empty()) {
+        refuse_speech(name_, "expected lines of a word and its phones; got \"" + line + '"');
+      }
+    }
+    for (auto& [phone, number] : numbers) number = ++symbols_;
+    for (const auto& [word, phones] : words) {
+      for (const std::string& phone : phones) phones_[word].push_back(numbers[phone]);
+    }
+  }
+
+  std::int64_t symbols() const { return symbols_ == 0 ? kSpace : symbols_; }
+  std::int64_t space() const { return symbols_ == 0 ? kSpace : 0; }
+
+  std::vector<std::int64_t> symbols_of(const std::string& text) const {
+    std::vector<std::int64_t> found;
+    if (symbols_ == 0) {
+      for (const char character : text) {
+        found.push_back(character == ' ' ? kSpace : character - 'A' + 1);
+      }
+      return found;
+    }
+    std::istringstream words(text);
+    for (std::string word; words >> word;) {
+      const auto phones = phones_.find(word);
+      if (phones == phones_.end())
+        refuse_speech(name_, "expected the word " + word + "; it is missing");
+      found.insert(found.end(), phones->second.begin(), phones->second.end());
+    }
+    return found;
+  }
+
+ private:
+  static constexpr std::int64_t kSpace = 27;  // A to Z are 1 to 26
+
+  std::string name_;                                         // of the dictionary
+  std::map<std::string, std::vector<std::int64_t>> phones_;  // by word
+  std::int64_t symbols_ = 0;                                 // phones; 0: characters
+};
+
+void read_an4(const FileMap& files, const std::string& part, const Alphabet& alphabet,
+              Speech& speech) {
   const CorpusFile& ids = file_at(files, "etc/an4_" + part + ".fileids");
   const CorpusFile& texts = file_at(files, "etc/an4_" + part + ".transcription");
   const std::vector<std::string> names = lines_of(ids), lines = lines_of(texts);
@@ -149,7 +208,7 @@ void read_an4(const FileMap& files, const std::string& part, Speech& speech) {
                                                                   : Split::train;
     speech.parts[static_cast<std::size_t>(split)].push_back(
         {speech_features(read_mfc(file_at(files, "feat/" + names[i] + ".mfc"))),
-         transcript_of(lines[i], texts.name)});
+         alphabet.symbols_of(transcript_of(lines[i], texts.name))});
   }
 }
 
@@ -157,7 +216,7 @@ constexpr std::array<const char*, 10> kDigitNames = {"ZERO", "ONE", "TWO",   "TH
                                                      "FIVE", "SIX", "SEVEN", "EIGHT", "NINE"};
 
 // "7_theo_12.wav"
-void add_digit(const CorpusFile& file, Speech& speech) {
+void add_digit(const CorpusFile& file, const Alphabet& alphabet, Speech& speech) {
   const std::string name = std::filesystem::path(file.name).stem().string();
   const std::size_t last = name.rfind('_');
   const std::string number = last == std::string::npos ? "" : name.substr(last + 1);
@@ -169,7 +228,8 @@ void add_digit(const CorpusFile& file, Speech& speech) {
   const int take = std::stoi(number);
   const Split split = take < 5 ? Split::test : take < 10 ? Split::valid : Split::train;
   speech.parts[static_cast<std::size_t>(split)].push_back(
-      {speech_features(read_wav(file)), kDigitNames[static_cast<std::size_t>(name[0] - '0')]});
+      {speech_features(read_wav(file)),
+       alphabet.symbols_of(kDigitNames[static_cast<std::size_t>(name[0] - '0')])});
 }
 
 // From the folder `etc` or `feat` on.
@@ -197,12 +257,18 @@ Speech read_speech(const Config& config) {
     by_name[name_in_an4(file.name)] = &file;
     sums += text_checksum(file.text);
     speech.facts.bytes += static_cast<std::int64_t>(file.text.size());
-    if (file.name.ends_with(".wav")) add_digit(file, speech);
   }
   speech.facts.checksum = text_checksum(sums);
+  const Alphabet alphabet =
+      config.speech.symbols == "phones" ? Alphabet(file_at(by_name, "etc/an4.dic")) : Alphabet();
+  speech.symbols = alphabet.symbols();
+  speech.space = alphabet.space();
+  for (const CorpusFile& file : files) {
+    if (file.name.ends_with(".wav")) add_digit(file, alphabet, speech);
+  }
   if (by_name.contains("etc/an4_train.fileids")) {
-    read_an4(by_name, "train", speech);
-    read_an4(by_name, "test", speech);
+    read_an4(by_name, "train", alphabet, speech);
+    read_an4(by_name, "test", alphabet, speech);
   }
   for (const Split split : {Split::train, Split::valid, Split::test}) {
     if (!speech[split].empty()) continue;

@@ -581,6 +581,79 @@ TEST(Speech, ReadsCepstraAndTranscripts) {
   EXPECT_NE(error_of([&] { make_task(config); }).find("44 lines"), std::string::npos);
 }
 
+TEST(Speech, PhonesAreThoseOfTheFirstPronunciation) {
+  const TemporaryFolder folder;
+  write_an4(folder);
+  Config config = small("speech", 80);
+  config.data = folder.path("an4");
+  config.speech.symbols = "phones";
+  EXPECT_NE(error_of([&] { make_task(config); }).find("expected a file etc/an4.dic"),
+            std::string::npos);
+  const std::string words = "A  AH\nA(2)  EY\nB  B IY\nBC  B IY S\n";
+  write_at(folder, "an4/etc/an4.dic", words);
+  EXPECT_NE(error_of([&] { make_task(config); }).find("expected the word CAB; it is missing"),
+            std::string::npos);
+  write_at(folder, "an4/etc/an4.dic", words + "CAB\n");
+  EXPECT_NE(error_of([&] { make_task(config); }).find("a word and its phones; got \"CAB\""),
+            std::string::npos);
+  write_at(folder, "an4/etc/an4.dic", words + "CAB  K AE B\n");
+  const auto task = make_task(config);
+  // AE AH B EY IY K S; recordings A B, BC, CAB A and B, which are not separated from each other.
+  const auto answer = std::get<TranscriptAnswer>(task->answers());
+  EXPECT_EQ(answer.symbols, 7);
+  EXPECT_EQ(answer.space, 0);
+  EXPECT_TRUE(task->strata().empty());
+  const Batch batch = task->batch(Split::valid, 0, 4);
+  const at::Tensor targets =
+      at::tensor({2, 3, 5, -100, 3, 5, 7, -100, 6, 1, 3, 2, 3, 5, -100, -100}, at::kLong);
+  EXPECT_TRUE(batch.targets.equal(targets.view({4, 4}))) << batch.targets;
+  config.speech.join = 2;
+  EXPECT_TRUE(make_task(config)
+                  ->batch(Split::valid, 0, 1)
+                  .targets[0]
+                  .equal(at::tensor({2, 3, 5, 3, 5, 7}, at::kLong)));
+}
+
+TEST(Speech, RecordingsForTrainingAreChangedAnewInEveryEpoch) {
+  const TemporaryFolder folder;
+  write_an4(folder);
+  Config config = small("speech", 80);
+  config.data = folder.path("an4");
+  const auto plain = make_task(config);
+  config.speech.masks = 2;
+  const auto masked = make_task(config);
+  config.speech.tempo = 0.25;
+  const auto both = make_task(config);
+  config.length = 49;  // 40 frames are up to 50
+  EXPECT_NE(error_of([&] { make_task(config); }).find("--length of at least 50"),
+            std::string::npos);
+  std::set<std::int64_t> lengths;
+  std::int64_t zeros = 0, values = 0;
+  for (std::int64_t row = 0; row < 72; ++row) {
+    const Batch own = plain->batch(Split::train, row, 1),
+                holes = masked->batch(Split::train, row, 1);
+    EXPECT_TRUE(own.targets.equal(both->batch(Split::train, row, 1).targets));
+    lengths.insert(both->batch(Split::train, row, 1).lengths.item<std::int64_t>() -
+                   own.lengths.item<std::int64_t>());
+    // What is not masked stays, up to the rounding of resampling to the same frames.
+    const at::Tensor kept = holes.tokens != 0;
+    EXPECT_TRUE(at::allclose(holes.tokens.masked_select(kept), own.tokens.masked_select(kept)));
+    zeros += (~kept & (own.tokens != 0)).sum().item<std::int64_t>();
+    values += own.tokens.numel();
+  }
+  EXPECT_GT(zeros, values / 10);
+  EXPECT_LT(zeros, values / 2);
+  EXPECT_LE(*lengths.rbegin(), 10);
+  EXPECT_GE(*lengths.begin(), -10);
+  EXPECT_GT(lengths.size(), 8U);
+  // Equal rows in any batch and any run; held-out recordings stay as they are.
+  EXPECT_TRUE(both->batch(Split::train, 1, 4).tokens.equal(both->batch(Split::train, 1, 4).tokens));
+  EXPECT_EQ(row_text(both->batch(Split::train, 5, 1), 0),
+            row_text(both->batch(Split::train, 1, 4), 1));
+  EXPECT_TRUE(
+      both->batch(Split::valid, 0, 4).tokens.equal(plain->batch(Split::valid, 0, 4).tokens));
+}
+
 TEST(Speech, ReadsRecordedDigits) {
   const TemporaryFolder folder;
   for (int i = 0; i < 12; ++i) {

@@ -47,8 +47,8 @@ Config config_without_defaults() {
   paddles = 25, distractors = 26;
   auto& [predict] = images;
   predict = "pixels";
-  auto& [join, subsample, beam] = speech;
-  join = 27, subsample = 28, beam = 29;
+  auto& [speech_symbols, join, subsample, beam, masks, tempo] = speech;
+  speech_symbols = "phones", join = 27, subsample = 28, beam = 29, masks = 30, tempo = 0.15;
   auto& [valid, test, vocabulary, tokenizer] = text;
   valid = 0.1, test = 0.2, vocabulary = 1000, tokenizer = "gpt2/";
   auto& [dim, layers, heads, kv_heads, ffn, dropout, attention_dropout, positions, embedding_std,
