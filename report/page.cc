@@ -37,6 +37,7 @@ overflow-wrap: anywhere; } .summary b { font-variant-numeric: tabular-nums; }
 .figures { display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 360px), 1fr)); }
 figure { margin: 0; background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 12px 14px; min-width: 0; }
 figcaption { font-weight: 600; font-size: 14px; margin-bottom: 6px; overflow-wrap: anywhere; }
+figure img { max-width: 100%; image-rendering: pixelated; }
 figure small { color: var(--soft); display: block; margin-top: 4px; font-size: 12px; }
 .heads { display: grid; gap: 10px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 128px), 1fr)); margin: 12px 0; }
 .heads figcaption { font-weight: 400; font-size: 12px; color: var(--soft); }

@@ -4,8 +4,10 @@
 #include <fmt/ranges.h>
 
 #include <cmath>
+#include <filesystem>
 #include <set>
 
+#include "formats/files.h"
 #include "report/sections.h"
 #include "report/text.h"
 
@@ -178,10 +180,26 @@ std::optional<std::pair<std::string, double>> best_baseline(const RunLog& run) {
   return best;
 }
 
+// Pictures of runs, by their file's name.
+std::string pictures_html(const TaskGroup& group, const char* file, const char* title) {
+  std::vector<std::string> figures;
+  for (const RunLog* run : group.logs()) {
+    const std::string path = run->folder + "/" + file;
+    if (!std::filesystem::exists(path)) continue;
+    const std::string png = base64(read_file(path, kSmallFile));
+    figures.push_back(
+        figure_html(run->attention,
+                    fmt::format("<img alt=\"{}\" src=\"data:image/png;base64,{}\">", title, png)));
+  }
+  return figures.empty() ? "" : fmt::format("<h3>{}</h3>\n", title) + figures_html(figures);
+}
+
 std::string task_section(const TaskGroup& group) {
   std::string html = fmt::format("<section id=\"{}\"><h2>{}</h2>\n", group.id, escape(group.title));
   html += fmt::format("<p class=\"lede\">{}</p>\n", escape(task_text(group.task)));
   html += warnings_html(group) + grid_html(group) + panels_html(group);
+  html += pictures_html(group, "samples.png", "Samples") +
+          pictures_html(group, "clusters.png", "Clusters of held-out images, layer by layer");
   return html + fmt::format("<p class=\"note\">{}</p></section>\n", metric_note(group));
 }
 

@@ -121,6 +121,23 @@ std::string percent_text(double share) {
                     : fmt::format("{:.1f}{}%", percent, kThinSpace);
 }
 
+std::string base64(std::string_view bytes) {
+  constexpr std::string_view kDigits =
+      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+  std::string text;
+  for (std::size_t i = 0; i < bytes.size(); i += 3) {
+    const std::string_view three = bytes.substr(i, 3);
+    std::uint32_t bits = 0;
+    for (std::size_t j = 0; j < 3; ++j) {
+      bits = bits << 8 | (j < three.size() ? static_cast<unsigned char>(three[j]) : 0U);
+    }
+    for (std::size_t j = 0; j < 4; ++j) {
+      text += j <= three.size() ? kDigits[bits >> (18 - 6 * j) & 63] : '=';
+    }
+  }
+  return text;
+}
+
 bool higher_is_better(const std::string& metric) { return metric == "accuracy"; }
 
 std::string metric_text(const std::string& metric, double value) {

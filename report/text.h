@@ -45,6 +45,8 @@ std::string mebibytes_text(double bytes);                          // 12.3
 std::string capitalised(std::string text);                         // the first letter, ASCII only
 std::string percent_text(double share);  // 99.4 %; 100 % only for exactly 1
 
+std::string base64(std::string_view bytes);
+
 // Metrics by their names in logs: "accuracy", "bits per byte", "perplexity", "error rate", ...
 bool higher_is_better(const std::string& metric);
 std::string metric_text(const std::string& metric, double value);

@@ -56,7 +56,7 @@ set(may_python "${std}|dlfcn\\.h|${public}|torch/(csrc/stable|headeronly)/.*\\.h
 set(may_formats "${std}|${public}|formats/.*|(fmt|nlohmann)/.*|toml\\+\\+/.*|xxhash\\.h")
 set(may_report "${std}|${public}|report/.*|formats/.*|(fmt|nlohmann)/.*")
 set(may_train "${std}|${public}|coterie/torch/[a-z0-9_]+\\.h|${libtorch}|formats/.*|report/.*|train/.*")
-string(APPEND may_train "|(CLI|fmt|nlohmann)/.*|archive(_entry)?\\.h|jpeglib\\.h|unicode/[a-z0-9]+\\.h")
+string(APPEND may_train "|(CLI|fmt|nlohmann)/.*|archive(_entry)?\\.h|jpeglib\\.h|png\\.h|unicode/[a-z0-9]+\\.h")
 # Only headers without torch, so the fuzzers can be built with sanitizers.
 set(may_fuzz "${std}|${public}|fuzz/.*|formats/.*|report/report\\.h|train/(bpe|config|options)\\.h")
 set(may_cases "${std}|${public}|cases/.*")

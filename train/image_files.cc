@@ -11,7 +11,7 @@
 #include "coterie/error.h"
 #include "formats/checksum.h"
 #include "train/corpus.h"
-#include "train/jpeg.h"
+#include "train/pictures.h"
 
 namespace coterie::train {
 namespace {

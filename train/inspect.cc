@@ -5,11 +5,15 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/xlogy.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
 
+#include "coterie/error.h"
 #include "coterie/torch/centroids.h"
 #include "train/eval_mode.h"
 #include "train/evaluate.h"
@@ -40,8 +44,9 @@ AttentionRecord on_cpu(AttentionRecord record) {
   return record;
 }
 
-// Tokens per cluster, (items, h, C); undefined where there are no clusters.
-at::Tensor cluster_sizes(const AttentionRecord& record) {
+}  // namespace
+
+at::Tensor cluster_members(const AttentionRecord& record) {
   const Mechanism mechanism = resolve(record.mechanism, record.options.causal);
   const bool grouped = std::holds_alternative<ClusteredParams>(mechanism) ||
                        std::holds_alternative<ImprovedClusteredParams>(mechanism);
@@ -51,17 +56,28 @@ at::Tensor cluster_sizes(const AttentionRecord& record) {
   if (routing) {
     const at::Tensor labels =
         torch_api::nearest_centroids(record.q, record.options.centroids, record.options.q_lengths);
-    return (labels.unsqueeze(-1) == at::arange(routing->clusters, at::kInt)).sum(2);
+    return labels.unsqueeze(-1) == at::arange(routing->clusters, at::kInt);
   }
   const AttentionDetails details =
       torch_api::attention_details(record.q, record.k, record.v, mechanism, record.options);
-  if (grouped) return details.get("offsets").diff();
-  const at::Tensor sizes = (details.get("members") >= 0).sum(-1);
-  return sizes.expand({-1, record.q.size(1), -1});  // one clustering may serve all heads
+  if (grouped) {
+    const std::int64_t clusters = details.get("offsets").size(-1) - 1;
+    return details.get("labels").unsqueeze(-1) == at::arange(clusters, at::kInt);
+  }
+  // Lists (C, size) of tokens, -1 where there is none: these mark a column that is cut off.
+  const at::Tensor lists = details.get("members");
+  const std::int64_t N = record.q.size(2);
+  const at::Tensor places = lists.where(lists >= 0, N).to(at::kLong);
+  at::Tensor members = at::zeros({lists.size(0), lists.size(1), lists.size(2), N + 1}, at::kBool);
+  members.scatter_(3, places, true);
+  return members.narrow(3, 0, N).transpose(2, 3);
 }
 
-void report_sizes(const at::Tensor& sizes_BHC, std::vector<HeadReport>& heads) {
-  const at::Tensor sizes = sizes_BHC.to(at::kDouble);
+namespace {
+
+void report_sizes(const at::Tensor& members_BHNC, std::vector<HeadReport>& heads) {
+  const at::Tensor sizes = members_BHNC.sum(2, /*keepdim=*/false, at::kDouble)
+                               .expand({-1, static_cast<std::int64_t>(heads.size()), -1});
   const at::Tensor sorted = std::get<0>(sizes.sort(-1, /*descending=*/true)).mean(0);
   const at::Tensor empty = (sizes == 0).to(at::kDouble).sum(-1).mean(0);
   for (std::size_t h = 0; h < heads.size(); ++h) {
@@ -103,8 +119,8 @@ GroupReport report_group(const AttentionRecord& record, const at::Tensor& rows_B
     report.heads[h].entropy =
         mean_where(entropy_BHN.select(1, head), weighs_BHN.select(1, head), 0);
   }
-  const at::Tensor sizes = cluster_sizes(record);
-  if (sizes.defined()) report_sizes(sizes, report.heads);
+  const at::Tensor members = cluster_members(record);
+  if (members.defined()) report_sizes(members, report.heads);
   return report;
 }
 
@@ -183,6 +199,35 @@ void name_groups(const std::vector<AttentionSpec>& specs, std::vector<GroupRepor
   }
 }
 
+// Colours (C, 3), 0 to 255: hues at golden angles, in three brightnesses.
+at::Tensor palette(std::int64_t colours) {
+  std::vector<double> values;
+  for (std::int64_t i = 0; i < colours; ++i) {
+    const double hue = 6 * std::fmod(static_cast<double>(i) * 0.618034, 1.0);
+    const double bright = 255 * (1 - 0.2 * static_cast<double>(i % 3));
+    for (const double shift : {0.0, 4.0, 2.0}) {  // red, green, blue
+      const double away = std::fabs(std::fmod(hue + shift, 6.0) - 3);
+      values.push_back(bright * std::clamp(away - 1, 0.15, 1.0));
+    }
+  }
+  return at::tensor(values, at::kDouble).view({-1, 3});
+}
+
+Picture picture_of(const ImageAnswers& shape, std::int64_t channels, const at::Tensor& values) {
+  const at::Tensor bytes = values.round().clamp(0, 255).to(at::kByte).contiguous();
+  return {shape.height, shape.width, channels,
+          std::string(reinterpret_cast<const char*>(bytes.const_data_ptr<std::uint8_t>()),
+                      static_cast<std::size_t>(bytes.numel()))};
+}
+
+// Of tokens with members (N, C); tokens are values by pixel and channel.
+Picture coloured(const ImageAnswers& shape, const at::Tensor& members_NC) {
+  const at::Tensor weights =
+      members_NC.to(at::kDouble).view({-1, shape.channels, members_NC.size(1)}).sum(1);
+  const at::Tensor sum = weights.sum(1, /*keepdim=*/true).clamp_min(1);
+  return picture_of(shape, 3, weights.matmul(palette(weights.size(1))) / sum);
+}
+
 // The largest number of rows, up to `rows`, for which the validation data has a batch.
 std::int64_t available_rows(const Task& task, std::int64_t rows) {
   while (rows > 1 && task.batches(Split::valid, rows) < 1) --rows;
@@ -223,6 +268,39 @@ Inspection inspect(const torch_api::Model& model, const Task& task, std::int64_t
   Inspection inspection = inspect_records(records);
   name_groups(model->transformer()->options().attention, inspection.groups);
   return inspection;
+}
+
+Picture cluster_picture(const torch_api::Model& model, const Task& task, std::int64_t rows,
+                        std::uint64_t seed) {
+  const std::optional<ImageAnswers> shape = task.image();
+  if (!shape) {
+    throw Error("[inspect] expected a task whose tokens are an image, images or pathfinder; got " +
+                task.name());
+  }
+  const at::NoGradGuard no_grad;
+  const EvalMode eval_mode(model);
+  const c10::Device device = model->parameters().front().device();
+  const Batch batch = task.batch(Split::valid, 0, available_rows(task, rows));
+  std::vector<AttentionRecord> records;
+  torch_api::PassContext context;
+  context.seed = seed;
+  context.records = &records;
+  model->forward(batch.tokens.to(device), context);
+  std::vector<at::Tensor> members;
+  for (const AttentionRecord& record : records) {
+    const at::Tensor own = cluster_members(on_cpu(record));
+    if (own.defined()) members.push_back(own.select(1, 0));
+  }
+  if (members.empty())
+    throw Error("[inspect] expected attention with clusters; the model has none");
+  std::vector<Picture> pictures;
+  const double brightest = 255.0 / static_cast<double>(task.vocabulary() - 1);
+  for (std::int64_t row = 0; row < batch.tokens.size(0); ++row) {
+    pictures.push_back(picture_of(*shape, shape->channels, batch.tokens[row] * brightest));
+    for (const at::Tensor& own : members) pictures.push_back(coloured(*shape, own[row]));
+  }
+  constexpr std::int64_t kScale = 4;
+  return contact_sheet(pictures, static_cast<std::int64_t>(members.size()) + 1, kScale);
 }
 
 }  // namespace coterie::train

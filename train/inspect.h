@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "coterie/torch/models.h"
+#include "train/pictures.h"
 #include "train/task.h"
 
 namespace coterie::train {
@@ -58,6 +59,16 @@ Inspection inspect(const torch_api::Model& model, const Task& task, std::int64_t
 
 // On recorded inputs of head groups. Works on the CPU in single precision.
 Inspection inspect_records(const std::vector<torch_api::AttentionRecord>& records);
+
+// Whether a token is in a cluster, (B, h, N, C) bool; undefined where there are no clusters. One
+// clustering may serve all heads, which then has h = 1. For records on the CPU.
+at::Tensor cluster_members(const torch_api::AttentionRecord& record);
+
+// The clusters of the first head of every layer and group, in colours, on the first `rows` rows of
+// the validation data: a line of pictures per row, the image first. Colours of tokens in several
+// clusters are mixed; those in none are black. For tasks whose tokens are an image.
+Picture cluster_picture(const torch_api::Model& model, const Task& task, std::int64_t rows,
+                        std::uint64_t seed);
 
 // Weights (B, h, N, S) of a record's attention, and of full attention in its place.
 at::Tensor attention_rows(const torch_api::AttentionRecord& record);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-#include "train/jpeg.h"
+#include "train/pictures.h"
 
 #include <cstddef>
 #include <cstdio>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Takes the place of jpeg.cc in a build without libjpeg.
 #include "coterie/error.h"
-#include "train/jpeg.h"
+#include "train/pictures.h"
 
 namespace coterie::train {
 

@@ -2,6 +2,7 @@
 #include "train/sample.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/tensor.h>
 
@@ -124,6 +125,25 @@ void sample(torch_api::LanguageModel& model, const ReadPrompt& prompt, const Sam
     if (!emit(token) || i + 1 == options.tokens) return;
     logits = model->step(at::full({1}, token, logits.options().dtype(at::kLong)), cache)[0];
   }
+}
+
+Picture sample_image(const std::shared_ptr<torch_api::ImageModelImpl>& model,
+                     const SampleOptions& options) {
+  check(options);
+  const at::NoGradGuard no_grad;
+  const EvalMode eval_mode(model);
+  const torch_api::ImageModelOptions& shape = model->options();
+  Picture picture{shape.height, shape.width, shape.channels, ""};
+  const std::int64_t values = shape.height * shape.width * shape.channels;
+  torch_api::DecoderCache cache = model->make_cache(1);
+  const at::TensorOptions numbers = model->parameters().front().options().dtype(at::kLong);
+  at::Tensor logits = model->prefill(at::empty({1, 0}, numbers), cache);
+  for (std::int64_t i = 0; i < values; ++i) {
+    const std::int64_t value = choose(logits[0], options, static_cast<std::uint64_t>(i));
+    picture.values.push_back(static_cast<char>(value));
+    if (i + 1 < values) logits = model->prefill(at::full({1, 1}, value, numbers), cache);
+  }
+  return picture;
 }
 
 }  // namespace coterie::train

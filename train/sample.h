@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: MIT
-// Generates text from a causal language model: reads a prompt, then samples token by token.
+// Samples of causal models: text from a language model that reads a prompt first, then token by
+// token, and images value by value.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "coterie/torch/models.h"
+#include "train/pictures.h"
 
 namespace coterie::train {
 
@@ -35,6 +38,10 @@ ReadPrompt read_prompt(torch_api::LanguageModel& model, const std::vector<std::i
 // number of threads.
 void sample(torch_api::LanguageModel& model, const ReadPrompt& prompt, const SampleOptions& options,
             const std::function<bool(std::int64_t)>& emit);
+
+// An image; options.tokens has no meaning.
+Picture sample_image(const std::shared_ptr<torch_api::ImageModelImpl>& model,
+                     const SampleOptions& options);
 
 // Token number `index` of a sample, from logits (V).
 std::int64_t choose(const at::Tensor& logits, const SampleOptions& options, std::uint64_t index);

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -91,6 +92,8 @@ class Task {
   virtual std::string name() const = 0;
   virtual std::int64_t vocabulary() const = 0;  // of the tokens; 0 if there are frames
   virtual Answers answers() const { return TokenAnswers{}; }
+  // The image that the tokens of a row are, if they are one.
+  virtual std::optional<ImageAnswers> image() const { return std::nullopt; }
   virtual bool causal() const = 0;
   virtual bool needs_positions() const = 0;  // absolute, in the embeddings
   // Initial deviation of token embeddings with which small models learn the task.

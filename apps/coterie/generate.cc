@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// coterie generate: text from a trained causal model.
+// coterie generate: text or images from a trained causal model.
 #include <fmt/core.h>
 #include <unistd.h>
 
@@ -16,6 +16,7 @@
 #include "coterie/error.h"
 #include "formats/files.h"
 #include "train/option_values.h"
+#include "train/pictures.h"
 #include "train/sample.h"
 #include "train/text_stream.h"
 #include "train/trainer.h"
@@ -28,6 +29,7 @@ struct GenerateOptions {
   ModelOptions model;
   std::optional<std::string> prompt, prompt_file;
   std::vector<std::string> stops;
+  std::string out;  // picture
   std::uint32_t samples = 1;
   bool stats = false;
   train::SampleOptions sample;
@@ -103,10 +105,43 @@ std::int64_t show_sample(const train::Task& task, torch_api::LanguageModel& mode
   return tokens;
 }
 
-void run_generate(const GenerateOptions& options) {
+void draw_samples(const std::shared_ptr<torch_api::ImageModelImpl>& model,
+                  const GenerateOptions& options) {
+  constexpr std::int64_t kColumns = 8, kScale = 3;
+  Progress progress;
+  std::vector<train::Picture> pictures;
+  train::SampleOptions own = options.sample;
+  for (own.number = 0; own.number < options.samples; ++own.number) {
+    pictures.push_back(train::sample_image(model, own));
+    progress.show_parts("drawing", own.number + 1, options.samples, "images");
+  }
+  const std::int64_t columns = std::min<std::int64_t>(kColumns, options.samples);
+  train::write_file(options.out, train::encode_png(contact_sheet(pictures, columns, kScale)));
+  fmt::print("{}\n", options.out);
+}
+
+// Options given on the command line that do not go with the model.
+void refuse_options(const CLI::App& verb, const std::vector<const char*>& names,
+                    const char* reason) {
+  for (const char* const name : names) {
+    if (verb.count(name) == 0) continue;
+    throw Error(fmt::format("[generate] {} {}; leave it out", name, reason));
+  }
+}
+
+void run_generate(const GenerateOptions& options, const CLI::App& verb) {
   const std::string text = prompt_text(options);
   const train::StopFilter checked(options.stops);  // before the model is loaded
   LoadedModel loaded = load_model(options.model, UsesData::no);
+  if (auto images = std::dynamic_pointer_cast<torch_api::ImageModelImpl>(loaded.model)) {
+    refuse_options(verb, {"--prompt", "--prompt-file", "--stop", "--tokens", "--stats"},
+                   "is for text; got a model of images");
+    if (options.out.empty()) {
+      throw Error("[generate] expected --out FILE.png, the picture to write; got none");
+    }
+    return draw_samples(images, options);
+  }
+  refuse_options(verb, {"--out"}, "is for models of images; got a model of text");
   const std::vector<std::int64_t> prompt = loaded.task->encode(text);
   if (prompt.empty()) throw Error("[generate] the prompt is empty; give at least one character");
   torch_api::LanguageModel model = train::language_model(loaded.model, *loaded.task);
@@ -132,7 +167,9 @@ const char* const kGenerateExamples =
 routing attention. Attentions whose selection sees future tokens cannot
 generate.
 
-Text goes to standard output, progress and speed to standard error.
+Text goes to standard output, progress and speed to standard error. Images (--task
+images --images.predict pixels) are drawn into one PNG file; the report shows that
+of a run if it is samples.png in the run's folder.
 
 Examples:
   coterie generate runs/bytes-full --prompt "namespace "
@@ -140,12 +177,14 @@ Examples:
   coterie generate runs/bytes-full/checkpoints/step-00000200 --tokens 80
   coterie generate runs/bytes-full --prompt-file chapter.txt --samples 3
   git log -1 | coterie generate runs/bytes-full --prompt-file - --stop "commit "
+  coterie generate runs/digits --samples 16 --out runs/digits/samples.png
 )help";
 
 }  // namespace
 
 void add_generate(CLI::App& program) {
-  CLI::App* verb = program.add_subcommand("generate", "Generate text with a trained model");
+  CLI::App* verb =
+      program.add_subcommand("generate", "Generate text or images with a trained model");
   const auto shared = std::make_shared<GenerateOptions>();  // lives as long as the callback
   GenerateOptions& options = *shared;
   add_model_options(*verb, options.model, UsesData::no);
@@ -163,7 +202,8 @@ void add_generate(CLI::App& program) {
       ->allow_extra_args(false)
       ->type_name("TEXT");
   train::add_number(*verb, "--samples", options.samples, 1, 1 << 20,
-                    "Number of texts from the same prompt");
+                    "Number of texts from the same prompt, or of images");
+  verb->add_option("--out", options.out, "Images: the PNG file to write")->type_name("FILE");
   train::add_number(
       *verb, "--temperature", options.sample.temperature, 0.0, 1e6,
       "Sampling temperature; below 1 favours likely tokens, 0 always takes the likeliest");
@@ -173,11 +213,11 @@ void add_generate(CLI::App& program) {
                     "Sample from the smallest set of likeliest tokens with this total probability");
   train::add_number(*verb, "--seed", options.sample.seed, 0,
                     std::numeric_limits<std::uint64_t>::max(),
-                    "Random seed; equal seeds give equal texts");
+                    "Random seed; equal seeds give equal texts and images");
   verb->add_flag("--stats", options.stats,
                  "Show the speed of prompt and generation also if stderr is not a terminal");
   verb->footer(kGenerateExamples);
-  verb->callback([shared] { run_generate(*shared); });
+  verb->callback([shared, verb] { run_generate(*shared, *verb); });
 }
 
 }  // namespace coterie::cli

@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "formats/files.h"
 #include "loaded_model.h"
 #include "train/collapse.h"
 #include "train/option_values.h"
@@ -26,7 +27,7 @@ struct InspectOptions {
   std::int64_t rows = 4;
   std::uint64_t seed = 1;
   bool json = false;
-  std::string save_rows;
+  std::string save_rows, picture;
 };
 
 // "27 18 9 ... 0 0": the largest and the smallest sizes.
@@ -128,6 +129,13 @@ void save_rows(const InspectOptions& options, LoadedModel& loaded) {
 void run_inspect(const InspectOptions& options) {
   LoadedModel loaded = load_model(options.model, UsesData::yes);
   if (!options.save_rows.empty()) return save_rows(options, loaded);
+  if (!options.picture.empty()) {
+    const train::Picture picture =
+        train::cluster_picture(loaded.model, *loaded.task, options.rows, options.seed);
+    train::write_file(options.picture, train::encode_png(picture));
+    fmt::print("{}\n", options.picture);
+    return;
+  }
   const train::Inspection inspection =
       train::inspect(loaded.model, *loaded.task, options.rows, options.seed);
   if (options.json) {
@@ -151,10 +159,15 @@ sequences, cut to 512 tokens.
 --save-rows writes q, k and v of each head group instead, for coterie bench
 --data FILE.
 
+--picture draws the clusters of every layer on held-out images instead (tasks images
+and pathfinder; of the first head of each group). The report shows that of a run if
+it is clusters.png in the run's folder.
+
 Examples:
   coterie inspect runs/copy-clustered
   coterie inspect runs/bytes/checkpoints/step-00000200 --rows 8 --json
   coterie inspect runs/bytes --rows 1 --save-rows rows
+  coterie inspect runs/digits-cast --picture runs/digits-cast/clusters.png
 )help";
 
 }  // namespace
@@ -172,6 +185,9 @@ void add_inspect(CLI::App& program) {
   verb->add_option("--save-rows", options.save_rows,
                    "Write q, k and v of each head group, at full length, to files in this folder")
       ->type_name("FOLDER");
+  verb->add_option("--picture", options.picture, "Draw the clusters of images into this PNG file")
+      ->type_name("FILE")
+      ->excludes("--save-rows");
   verb->footer(kInspectExamples);
   verb->callback([shared] { run_inspect(*shared); });
 }

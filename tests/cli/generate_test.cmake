@@ -103,6 +103,41 @@ expect_mistake("no/such/prompt" generate ${WORK}/run --prompt-file ${WORK}/no/su
 file(WRITE ${WORK}/empty.txt "")
 expect_mistake("the prompt is empty" generate ${WORK}/run --prompt-file ${WORK}/empty.txt)
 expect_mistake("--samples" generate ${WORK}/run --samples 0)
+expect_mistake("--out is for models of images" generate ${WORK}/run --out ${WORK}/text.png)
+
+# Images: drawn into one file, equal for equal seeds; the report shows them.
+file(MAKE_DIRECTORY ${WORK}/images)
+file(WRITE ${WORK}/images/write.sh [[
+for part in train t10k; do
+  { printf '\0\0\10\3\0\0\0\170\0\0\0\4\0\0\0\4'; yes 'abcdefg' | head -c 1920; } >$part-images-idx3-ubyte
+  { printf '\0\0\10\1\0\0\0\170'; yes | tr 'y\n' '\0\1' | head -c 120; } >$part-labels-idx1-ubyte
+done
+]])
+execute_process(COMMAND sh write.sh WORKING_DIRECTORY ${WORK}/images)
+run(0 train --task images --images.predict pixels --data ${WORK}/images --length 16 --model.dim 16 --train.steps 2
+  --train.final-batches 1 --threads 1 --out ${WORK}/pixels)
+expect_mistake("expected --out FILE.png" generate ${WORK}/pixels)
+expect_mistake("--prompt is for text" generate ${WORK}/pixels --out ${WORK}/a.png --prompt a)
+foreach(name a b)
+  run(0 generate ${WORK}/pixels --samples 3 --out ${WORK}/${name}.png)
+  file(SHA256 ${WORK}/${name}.png sum_${name})
+endforeach()
+expect_equal("${sum_a}" "${sum_b}")
+run(0 generate ${WORK}/pixels --samples 3 --seed 2 --out ${WORK}/pixels/samples.png)
+file(SHA256 ${WORK}/pixels/samples.png sum_b)
+if(sum_a STREQUAL sum_b)
+  complain("another seed gives the same images")
+endif()
+run(0 train --task pathfinder --length 256 --model.dim 16 --train.steps 1 --train.eval-batches 1 --train.final-batches 1
+  --threads 1 --attention "2*cast(clusters=4,size=64)+2*local(window=8)" --out ${WORK}/paths)
+run(0 inspect ${WORK}/paths --picture ${WORK}/paths/clusters.png)
+expect_mistake("expected a task whose tokens are an image" inspect ${WORK}/run --picture ${WORK}/c.png)
+expect_mistake("the model has none" inspect ${WORK}/pixels --picture ${WORK}/c.png)
+run(0 report ${WORK}/pixels ${WORK}/paths --out ${WORK}/report.html)
+file(READ ${WORK}/report.html page)
+string(REGEX MATCHALL "<img [^>]*data:image/png;base64,iVBORw0KGgo" found "${page}")
+list(LENGTH found count)
+expect_equal("${count}" 2)
 run(0 generate --help)
 expect_out("--prompt-file" "--stop" "--samples" "Examples:")
 

@@ -11,6 +11,7 @@
 
 #include <cmath>
 #include <numeric>
+#include <set>
 
 #include "coterie/spec.h"
 #include "train/trainer.h"
@@ -241,6 +242,48 @@ TEST(Inspect, DivergencesAreByMechanismAndLayer) {
     EXPECT_GT(divergence.mean, 0);
     EXPECT_LT(divergence.mean, std::log(2) + kRounding);
   }
+}
+
+TEST(Inspect, MembersOfClustersAreThoseOfTheSizes) {
+  // A token may be in several clusters of CAST, or in none.
+  const AttentionRecord record = make_record("cast(clusters=3,size=4)");
+  const at::Tensor members = cluster_members(record);
+  ASSERT_EQ(members.sizes().slice(2), at::IntArrayRef({kTokens, 3}));
+  EXPECT_TRUE((members.sum(2) == 4).all().item<bool>());
+  const at::Tensor labels = cluster_members(make_record("clustered(clusters=5)"));
+  EXPECT_EQ(labels.sizes(), at::IntArrayRef({kRows, kHeads, kTokens, 5}));
+  EXPECT_TRUE((labels.sum(3) == 1).all().item<bool>());
+  EXPECT_FALSE(cluster_members(make_record("local(window=4)")).defined());
+}
+
+TEST(Inspect, DrawsImagesAndTheirClusters) {
+  Config config;
+  config.task = "pathfinder";
+  config.length = 256;
+  config.model.dim = 16;
+  config.model.heads = 4;
+  config.attention = "2*clustered(clusters=4)+2*local(window=8)";
+  const auto task = make_task(config);
+  const torch_api::Model model = make_model(config, *task);
+  const Picture sheet = cluster_picture(model, *task, 3, /*seed=*/1);
+  // Pixels are squares of 4; two layers beside each image, 8 between pictures.
+  ASSERT_EQ(sheet.width, 3 * (64 + 8) + 8);
+  ASSERT_EQ(sheet.height, 3 * (64 + 8) + 8);
+  const auto colour = [&](std::int64_t column, std::int64_t row, std::int64_t y, std::int64_t x) {
+    const std::int64_t at = (8 + row * 72 + 4 * y) * sheet.width + 8 + column * 72 + 4 * x;
+    return sheet.values.substr(static_cast<std::size_t>(3 * at), 3);
+  };
+  const Batch batch = task->batch(Split::valid, 0, 3);
+  std::set<std::string> colours;
+  for (std::int64_t i = 0; i < 256; ++i) {
+    const auto grey = static_cast<char>(batch.tokens[2][i].item<std::int64_t>());
+    EXPECT_EQ(colour(0, 2, i / 16, i % 16), std::string(3, grey));
+    colours.insert(colour(1, 2, i / 16, i % 16));
+  }
+  EXPECT_GT(colours.size(), 1U);
+  EXPECT_LE(colours.size(), 4U);
+  EXPECT_FALSE(colours.contains(std::string(3, '\0')));
+  EXPECT_EQ(cluster_picture(model, *task, 3, /*seed=*/1).values, sheet.values);
 }
 
 TEST(Inspect, LooksIntoEveryGroupOfAModel) {

@@ -31,6 +31,42 @@ std::vector<std::int64_t> tokens_of(torch_api::LanguageModel& model, const ReadP
   return tokens;
 }
 
+TEST(Sample, ImagesAreThoseOfTheParallelPass) {
+  for (const char* spec : {"full", "2*local(window=6)+2*routing(clusters=2,window=8)"}) {
+    at::manual_seed(3);
+    torch_api::ImageModelOptions options{.height = 4, .width = 3, .channels = 2, .levels = 256};
+    options.transformer.dim = 16;
+    options.transformer.attention = {AttentionSpec::parse(spec)};
+    options.transformer.causal = true;
+    const auto model = std::make_shared<torch_api::ImageModelImpl>(options);
+    const SampleOptions sampling{.temperature = 2.0, .seed = 5};
+    const Picture picture = sample_image(model, sampling);
+    EXPECT_EQ(picture.height, 4);
+    EXPECT_EQ(picture.width, 3);
+    ASSERT_EQ(picture.values.size(), 24U);
+    EXPECT_EQ(sample_image(model, sampling).values, picture.values);
+    EXPECT_NE(sample_image(model, {.temperature = 2.0, .seed = 6}).values, picture.values);
+    std::vector<std::int64_t> values;
+    for (const char value : picture.values) values.push_back(static_cast<unsigned char>(value));
+    const at::Tensor tokens = at::tensor(values, at::kLong).unsqueeze(0);
+    const at::NoGradGuard no_grad;
+    const at::Tensor logits = model->forward(tokens).out[0];
+    torch_api::DecoderCache cache = model->make_cache(1);
+    for (std::int64_t i = 0; i < 24; ++i) {
+      const at::Tensor next =
+          model->prefill(tokens.narrow(1, i == 0 ? 0 : i - 1, i == 0 ? 0 : 1), cache);
+      EXPECT_TRUE(at::allclose(next[0], logits[i], 1e-4, 1e-5)) << spec << " value " << i;
+      EXPECT_EQ(choose(next[0], sampling, static_cast<std::uint64_t>(i)), values[i]);
+    }
+    EXPECT_THROW(model->prefill(tokens.narrow(1, 0, 1), cache), Error);
+    torch_api::DecoderCache pieces = model->make_cache(1);
+    model->prefill(tokens.narrow(1, 0, 5), pieces);
+    EXPECT_TRUE(
+        at::allclose(model->prefill(tokens.narrow(1, 5, 3), pieces)[0], logits[8], 1e-4, 1e-5));
+    EXPECT_THROW(model->prefill(tokens.narrow(1, 0, 0), pieces), Error);
+  }
+}
+
 const char* const kSpecs[] = {"full",
                               "2*local(window=4)+2*routing(clusters=3,window=4,share_qk=true)"};
 

@@ -260,15 +260,42 @@ PassOutput ImageModelImpl::forward(const at::Tensor& images_BHWC, const PassCont
   }
   const at::Tensor before = embedded(embedding_, images_BHWC.flatten(1).narrow(1, 0, N - 1));
   const at::Tensor start = start_.expand({images_BHWC.size(0), 1, -1});
-  const at::Tensor places = rows_->weight.view({H, 1, 1, -1}) + columns_->weight.view({W, 1, -1}) +
-                            channels_->weight.view({C, -1});
-  const at::Tensor x = at::cat({start, before}, 1) + places.flatten(0, 2).narrow(0, 0, N);
+  const at::Tensor x = at::cat({start, before}, 1) + places().narrow(0, 0, N);
   PassOutput output = transformer_->forward(x, context);
   output.out = output_(output.out);
   return output;
 }
 
 Transformer ImageModelImpl::transformer() const { return transformer_; }
+
+const ImageModelOptions& ImageModelImpl::options() const { return options_; }
+
+at::Tensor ImageModelImpl::places() const {
+  const at::Tensor rows = rows_->weight.unsqueeze(1).unsqueeze(1);
+  const at::Tensor columns = columns_->weight.unsqueeze(1);
+  return (rows + columns + channels_->weight).flatten(0, 2);
+}
+
+DecoderCache ImageModelImpl::make_cache(std::int64_t batch) const {
+  return transformer_->make_cache(batch);
+}
+
+at::Tensor ImageModelImpl::prefill(const at::Tensor& values_BM, DecoderCache& cache) {
+  check_rank("image_model", "(B, values)", values_BM, 2);
+  const std::int64_t all = options_.height * options_.width * options_.channels;
+  const std::int64_t first = cache.position, start = first == 0 ? 1 : 0;
+  const std::int64_t positions = values_BM.size(1) + start;
+  if (positions < 1 || first + positions > all) {
+    throw Error("[image_model] expected " + std::to_string(1 - start) + " to " +
+                std::to_string(all - first - start) + " further values of an image; got " +
+                std::to_string(values_BM.size(1)));
+  }
+  const at::NoGradGuard no_grad;
+  at::Tensor x = embedded(embedding_, values_BM);
+  if (start == 1) x = at::cat({start_.expand({values_BM.size(0), 1, -1}), x}, 1);
+  x = transformer_->prefill(x + places().narrow(0, first, positions), cache);
+  return output_(x.select(1, positions - 1));
+}
 
 at::Tensor bits_per_value(const at::Tensor& logits, const at::Tensor& targets) {
   const at::Tensor nats =

@@ -33,10 +33,13 @@ class ImageClassTask final : public ClassTask {
   explicit ImageClassTask(const Config& config)
       : ClassTask(config.seed, config.length), images_([config] { return read_images(config); }) {}
 
-  void load() const { check_length(length(), pixels()); }
+  void load() const { check_length(length(), images_.get().height * images_.get().width); }
 
   std::string name() const override { return "images"; }
   std::int64_t vocabulary() const override { return kLevels; }
+  std::optional<ImageAnswers> image() const override {
+    return ImageAnswers{images_.get().height, images_.get().width, 1};
+  }
   DataFacts data() const override { return images_.get().facts; }
 
  protected:
@@ -53,8 +56,6 @@ class ImageClassTask final : public ClassTask {
   }
 
  private:
-  std::int64_t pixels() const { return images_.get().height * images_.get().width; }
-
   // Luma of BT.601, rounded.
   static std::int64_t grey(std::string_view rgb) {
     return (299 * value_of(rgb, 0) + 587 * value_of(rgb, 1) + 114 * value_of(rgb, 2) + 500) / 1000;
@@ -73,7 +74,8 @@ class ImageValuesTask final : public ExampleTask {
 
   std::string name() const override { return "images"; }
   std::int64_t vocabulary() const override { return kLevels; }
-  Answers answers() const override {
+  Answers answers() const override { return *image(); }
+  std::optional<ImageAnswers> image() const override {
     const Images& images = images_.get();
     return ImageAnswers{images.height, images.width, images.channels};
   }

@@ -140,6 +140,7 @@ class PathfinderTask final : public ClassTask {
 
   std::string name() const override { return "pathfinder"; }
   std::int64_t vocabulary() const override { return kGreys; }
+  std::optional<ImageAnswers> image() const override { return ImageAnswers{side_, side_, 1}; }
   std::vector<Baseline> baselines() const override { return {{"a guess", 0.5}}; }
 
  protected:

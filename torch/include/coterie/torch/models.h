@@ -145,8 +145,16 @@ class ImageModelImpl : public ModelImpl {
   explicit ImageModelImpl(ImageModelOptions options);
   PassOutput forward(const at::Tensor& images_BHWC, const PassContext& context = {}) override;
   Transformer transformer() const override;
+  const ImageModelOptions& options() const;
+
+  // Decoding: prefill takes the next M values (B, M) of images, none at their start, and returns
+  // the logits (B, levels) of the value after them. make_cache throws as in LanguageModel.
+  DecoderCache make_cache(std::int64_t batch) const;
+  at::Tensor prefill(const at::Tensor& values_BM, DecoderCache& cache);
 
  private:
+  at::Tensor places() const;  // (height * width * channels, E), of all values
+
   ImageModelOptions options_;
   ::torch::nn::Embedding embedding_{nullptr}, rows_{nullptr}, columns_{nullptr}, channels_{nullptr};
   at::Tensor start_;  // input of the first position, which follows no value
