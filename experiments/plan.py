@@ -3,7 +3,10 @@
 
 A description has options of ``coterie train`` for all runs and families of runs. A family has options
 and seeds, attentions by label (one run per label and seed), and attentions with which every trained
-model is evaluated in addition to its own ("all": with those of the family). ``lengths`` makes it several
+model is evaluated in addition to its own ("all": with those of the family). An attention is a spec, or a table with
+``spec``, ``options`` of its runs, and ``pictures`` that are drawn from its models: "samples" of one of images, "clusters"
+of held-out images. ``{runs}`` in an option is the folder of the experiment's runs: ``"{runs}/FAMILY-LABEL-SEED"``, for
+``init-from``, names one that was trained before, by ``--family``. ``lengths`` makes it several
 families, NAME-LENGTH, that differ in their length. ``file`` names its data in the folder of ``--data``; ""
 if it needs none. With ``inspect`` the heads of every trained model are compared with each other.
 """
@@ -18,6 +21,8 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 FAMILY_KEYS = {"seeds", "options", "attention", "evaluate", "inspect", "file", "lengths"}
+ATTENTION_KEYS = {"spec", "options", "pictures"}
+PICTURES = {"samples", "clusters"}
 KEYS = {"title", "data", "text", "options", "family", "section", "target", "file"}
 
 
@@ -31,6 +36,7 @@ class Run(NamedTuple):
     options: dict[str, str]  # of coterie train, without --data, --device and --out
     evaluate: dict[str, str]  # spec by label
     inspect: bool = False
+    pictures: tuple[str, ...] = ()
     file: str | None = None  # in the folder of --data; "": no data; None: --data itself
 
 
@@ -79,6 +85,13 @@ def load(path: Path) -> dict[str, Any]:
         _check_keys(f"{path.name}: family.{name}", family, FAMILY_KEYS)
         if not family.get("attention"):
             raise PlanError(f"{path.name}: family.{name} has no attention")
+        for label, value in family["attention"].items():
+            run = {"spec": value} if isinstance(value, str) else value
+            where = f"{path.name}: family.{name}: {label}"
+            _check_keys(where, run, ATTENTION_KEYS)
+            _check_keys(f"{where}: pictures", dict.fromkeys(run.get("pictures", [])), PICTURES)
+            family["attention"][label] = run["spec"]
+            family.setdefault("of_label", {})[label] = run
         if family.get("evaluate") == "all":
             family["evaluate"] = dict(family["attention"])
     plan["lengths"] = {name: family["lengths"] for name, family in plan["family"].items() if "lengths" in family}
@@ -94,13 +107,14 @@ def runs_of(plan: dict[str, Any]) -> list[Run]:
     """All runs, in the order of the description."""
     runs = []
     for name, family in plan["family"].items():
-        options = {**plan.get("options", {}), **family.get("options", {})}
-        texts = {key: str(value).lower() if isinstance(value, bool) else str(value)
-                 for key, value in options.items()}
         for seed in family.get("seeds", [1]):
             for label, spec in family["attention"].items():
+                table = family["of_label"][label]
+                options = {**plan.get("options", {}), **family.get("options", {}), **table.get("options", {})}
+                texts = {key: str(value).lower() if isinstance(value, bool) else str(value)
+                         for key, value in options.items()}
                 own = {**texts, "attention": spec, "seed": str(seed)}
                 runs.append(Run(f"{name}-{slug(label)}-{seed}", name, label, seed, own,
                                 dict(family.get("evaluate", {})), family.get("inspect", False),
-                                family.get("file", plan.get("file"))))
+                                tuple(table.get("pictures", [])), family.get("file", plan.get("file"))))
     return runs

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Line plots and heat maps as SVG text."""
+"""Line plots, scatter plots and heat maps as SVG text."""
 
 from __future__ import annotations
 
+import base64
 import math
 from typing import NamedTuple
 from xml.sax.saxutils import escape
@@ -74,6 +75,62 @@ def line_plot(title: str, x_label: str, y_label: str, curves: list[Curve],
         parts.append(f'<path d="M{LEFT} {y}h22" stroke="{colour}" stroke-width="2.5"/>')
         parts.append(f'<text x="{LEFT + 30}" y="{y + 4}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+class Mark(NamedTuple):
+    """A point of a scatter plot: the middle of a range of y."""
+
+    name: str
+    x: float
+    y: float
+    low: float
+    high: float
+
+
+def scatter_plot(title: str, x_label: str, y_label: str, marks: list[Mark]) -> str:
+    """An SVG picture with the name of every mark beside it, and its range as a line."""
+    width, height = 640, 400
+    x_high = 1.25 * max(mark.x for mark in marks)  # names are to the right
+    y_low, y_high = min(mark.low for mark in marks), max(mark.high for mark in marks)
+    margin = 0.06 * (y_high - y_low) or 0.1  # one mark without a range
+    y_low, y_high = y_low - margin, y_high + margin
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + x / x_high * (width - LEFT - RIGHT)
+        return round(across, 1), round(TOP + (y_high - y) / (y_high - y_low) * (height - TOP - BOTTOM), 1)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="{LEFT}" y="18" font-size="13">{escape(title)}</text>',
+    ]
+    for tick in ticks(0, x_high):
+        x, y = place(tick, y_low)
+        parts.append(f'<text x="{x}" y="{y + 15}" text-anchor="middle">{tick:g}</text>')
+    for tick in ticks(y_low, y_high):
+        x, y = place(0, tick)
+        parts.append(f'<path d="M{x} {y}H{width - RIGHT}" stroke="#dddddd"/>')
+        parts.append(f'<text x="{x - 6}" y="{y + 4}" text-anchor="end">{tick:g}</text>')
+    parts.append(f'<text x="{(LEFT + width - RIGHT) / 2}" y="{height - 10}" text-anchor="middle">{escape(x_label)}</text>')
+    centre = (TOP + height - BOTTOM) / 2
+    parts.append(f'<text transform="translate(14 {centre}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>')
+    for index, mark in enumerate(marks):
+        colour = COLOURS[index % len(COLOURS)]
+        x, y = place(mark.x, mark.y)
+        parts.append(f'<path d="M{x} {place(mark.x, mark.low)[1]}V{place(mark.x, mark.high)[1]}" stroke="{colour}"/>')
+        parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 8}" y="{y + 4}">{escape(mark.name)}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def picture(png: str) -> str:
+    """A PNG file, given in base 64, as an SVG picture of its size."""
+    head = base64.b64decode(png[:48])
+    width, height = int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
+            f'<image width="{width}" height="{height}" style="image-rendering:pixelated" '
+            f'href="data:image/png;base64,{png}"/></svg>\n')
 
 
 def shade(value: float) -> tuple[str, str]:

@@ -78,19 +78,36 @@ def percent(value: float, reference: float) -> str:
 
 
 def evaluations(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
-    """One row per attention that a trained model was evaluated with."""
-    family = plan["family"][section["family"]]
+    """One row per attention that a trained model was evaluated with: means of the seeds."""
+    name = section["family"]
+    family = plan["family"][name]
     own = next(iter(family["attention"]))
-    found = {line["evaluation"]: line for line in logs.of("score", family=section["family"])}
-    strata = list(found[own]["strata"])
-    rows = []
+    first = logs.of("score", family=name, evaluation=own)[0]
+    strata = list(first["strata"])
+    seeds = len(family.get("seeds", [1]))
+    reference, rows = None, []
     for label, spec in {**family["attention"], **family["evaluate"]}.items():
-        line = found[label]
-        rows.append([label, f"{line['metric']:.4f}", percent(line["metric"], found[own]["metric"]),
-                     *[f"{line['strata'][name]:.4f}" for name in strata],
-                     f"{line['seconds']:.1f}", f"`{spec}`"])
-    head = ["attention", found[own]["metric_name"], f"against {own}", *strata, "seconds", "spec"]
-    return table(head, rows), {}
+        lines = logs.of("score", family=name, evaluation=label)
+        scores = [line["metric"] for line in lines]
+        mean = statistics.mean(scores)
+        reference = reference or mean
+        spread = [f"{min(scores):.4f} to {max(scores):.4f}"] if seeds > 1 else []
+        parts = [f"{statistics.mean(line['strata'][part] for line in lines):.4f}" for part in strata]
+        rows.append([label, f"{mean:.4f}", *spread, percent(mean, reference), *parts,
+                     f"{statistics.mean(line['seconds'] for line in lines):.1f}", f"`{spec}`"])
+    ranges = [f"range of {seeds} seeds"] if seeds > 1 else []
+    return table(["attention", first["metric_name"], *ranges, f"against {own}", *strata, "seconds", "spec"], rows), {}
+
+
+def step_ms(logs: Logs, family: str, label: str) -> float:
+    """Milliseconds of a step: the median over the logged steps of all seeds, which other work on the machine hardly
+    changes."""
+    found = []
+    for run in logs.of("run", family=family, label=label):
+        lines = logs.of("step", run=run["run"])
+        found += [1000 * (after["seconds"] - before["seconds"]) / (after["step"] - before["step"])
+                  for before, after in zip(lines, lines[1:]) if after["step"] > before["step"]]
+    return statistics.median(found)
 
 
 def training(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
@@ -105,7 +122,7 @@ def training(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
     rows = []
     for label, spec in family["attention"].items():
         ends = logs.of("end", family=name, label=label)
-        step = statistics.median(1000 * line["seconds"] / line["step"] for line in ends)
+        step = step_ms(logs, name, label)
         mean = statistics.mean(scores[label])
         lines = logs.of("score", family=name, evaluation=label)
         parts = [f"{statistics.mean(line['strata'][part] for line in lines):.4f}" for part in strata]
@@ -120,6 +137,32 @@ def training(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
                 f"results/{name}-seconds.svg": curves(logs, name, "seconds", "seconds of training", metric)}
     links = "".join(f"![{Path(path).stem}]({path})\n" for path in pictures)
     return table(head, rows) + "\n" + links, pictures
+
+
+def tradeoff(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
+    """What training() writes, and scores against the time of a step."""
+    text, files = training(plan, logs, section)
+    name = section["family"]
+    marks = []
+    for label in plan["family"][name]["attention"]:
+        scores = [line["metric"] for line in logs.of("score", family=name, evaluation=label)]
+        marks.append(plot.Mark(label, step_ms(logs, name, label), statistics.mean(scores), min(scores), max(scores)))
+    metric = logs.of("score", family=name)[0]["metric_name"]
+    path = f"results/{name}-tradeoff.svg"
+    files[path] = plot.scatter_plot(f"{metric} against the time of a training step", "ms per step", metric, marks)
+    return text + f"![{name}-tradeoff]({path})\n", files
+
+
+def pictures(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
+    """What was drawn from the models of the first seed."""
+    name = section["family"]
+    files, rows = {}, []
+    for label in plan["family"][name]["attention"]:
+        for line in logs.of("picture", family=name, label=label)[:1]:
+            path = f"results/{name}-{plans.slug(label)}-{line['name']}.svg"
+            files[path] = plot.picture(line["png"])
+            rows.append([label, f"![{line['name']}]({path})"])
+    return table(["attention", "picture"], rows), files
 
 
 def curves(logs: Logs, family: str, over: str, label: str, metric: str) -> str:
@@ -197,7 +240,7 @@ def divergence(plan: Line, logs: Logs, section: Line) -> tuple[str, Files]:
     return table(["layer", *columns], rows), {}
 
 
-KINDS = {"evaluations": evaluations, "training": training, "exchange": exchange, "map": length_map,
+KINDS = {"evaluations": evaluations, "training": training, "tradeoff": tradeoff, "pictures": pictures, "exchange": exchange, "map": length_map,
          "divergence": divergence}
 
 

@@ -13,6 +13,7 @@ experiments/results.py writes docs/results.md.
 from __future__ import annotations
 
 import argparse
+import base64
 import datetime
 import json
 import lzma
@@ -133,7 +134,7 @@ class Driver:
             words = ["train", "--out", str(folder), "--device", self._place.device]
             words += ["--data", self.data_of(run)] if self.data_of(run) else []
             for key, value in run.options.items():
-                words += [f"--{key}", value]
+                words += [f"--{key}", value.replace("{runs}", str(self.folder))]
         for line in self.command(run, words):
             print(f"  {run.name}: {line}", end="")
 
@@ -163,6 +164,23 @@ class Driver:
         words += ["--data", self.data_of(run)] if self.data_of(run) else []
         found = json.loads("".join(self.command(run, words)))
         self.write(run, {"kind": "inspection", "divergences": found["divergences"]})
+
+    def draw(self, run: plans.Run) -> None:
+        """Pictures of a trained model that are not in the log yet."""
+        done = {line["name"] for line in self.read_log(run) if line["kind"] == "picture"}
+        for name in run.pictures:
+            if name in done:
+                continue
+            folder = self.folder / run.name
+            path = folder / f"{name}.png"  # where the report looks for it
+            if name == "samples":
+                words = ["generate", str(folder), "--samples", "8", "--out", str(path)]
+            else:
+                words = ["inspect", str(folder), "--rows", "4", "--picture", str(path)]
+                words += ["--data", self.data_of(run)] if self.data_of(run) else []
+            for _ in self.command(run, [*words, "--device", self._place.device]):
+                pass
+            self.write(run, {"kind": "picture", "name": name, "png": base64.b64encode(path.read_bytes()).decode()})
 
     def lines(self, run: plans.Run) -> Iterator[Line]:
         """All lines about a run, without paths of this machine."""
@@ -204,6 +222,7 @@ def run_all(driver: Driver, runs: list[plans.Run]) -> None:
         driver.train(run)
         driver.evaluate(run)
         driver.inspect(run)
+        driver.draw(run)
 
     with ThreadPoolExecutor(driver.jobs, initializer=driver.start_job) as pool:
         started = [pool.submit(work, run) for run in runs]

@@ -111,6 +111,7 @@ void draw_samples(const std::shared_ptr<torch_api::ImageModelImpl>& model,
   Progress progress;
   std::vector<train::Picture> pictures;
   train::SampleOptions own = options.sample;
+  progress.show_parts("drawing", 0, options.samples, "images");
   for (own.number = 0; own.number < options.samples; ++own.number) {
     pictures.push_back(train::sample_image(model, own));
     progress.show_parts("drawing", own.number + 1, options.samples, "images");

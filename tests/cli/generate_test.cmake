@@ -128,7 +128,7 @@ file(SHA256 ${WORK}/pixels/samples.png sum_b)
 if(sum_a STREQUAL sum_b)
   complain("another seed gives the same images")
 endif()
-run(0 train --task pathfinder --length 256 --model.dim 16 --train.steps 1 --train.eval-batches 1 --train.final-batches 1
+run(0 train --task pathfinder --length 256 --pathfinder.paddles 4 --model.dim 16 --train.steps 1 --train.eval-batches 1 --train.final-batches 1
   --threads 1 --attention "2*cast(clusters=4,size=64)+2*local(window=8)" --out ${WORK}/paths)
 run(0 inspect ${WORK}/paths --picture ${WORK}/paths/clusters.png)
 expect_mistake("expected a task whose tokens are an image" inspect ${WORK}/run --picture ${WORK}/c.png)

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import xml.etree.ElementTree
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,6 +60,24 @@ inspect = true
 [family.swapped.attention]
 all = "full"
 windowed = "local(window=8)"
+
+[family.drawn]
+file = ""
+options = { task = "pathfinder", length = 256, "pathfinder.paddles" = 4 }
+[family.drawn.attention]
+cast = { spec = "cast(clusters=4,size=64)", options = { "model.layers" = 2 }, pictures = ["clusters"] }
+
+[[section]]
+kind = "tradeoff"
+family = "drawn"
+title = "Drawn"
+text = "Quality against time."
+
+[[section]]
+kind = "pictures"
+family = "drawn"
+title = "Clusters"
+text = "Of images."
 
 [[section]]
 kind = "evaluations"
@@ -147,7 +166,7 @@ def check(experiment: Experiment) -> None:
     assert {line["run"] for line in of(experiment.packed(), "run")} == {"replaced-full-1"}
     experiment.run()
     lines = experiment.packed()
-    assert len(of(lines, "run")) == 11 and len(of(lines, "end")) == 11
+    assert len(of(lines, "run")) == 12 and len(of(lines, "end")) == 12
     swapped = [(line["label"], line["evaluation"]) for line in of(lines, "score") if line["family"] == "swapped"]
     assert sorted(swapped) == [(a, b) for a in ("all", "windowed") for b in ("all", "windowed")]
     assert [line["evaluation"] for line in of(lines, "score")].count("local") == 1
@@ -179,6 +198,11 @@ def check(experiment: Experiment) -> None:
     assert "| attention | 32 tokens | 64 tokens |" in page
     picture = (experiment.folder / "docs" / "results" / "mapped-map.svg").read_text()
     assert picture.startswith("<svg") and picture.count("<rect") == 1 + 4
+    drawn = [line["command"] for line in of(lines, "command") if line["run"].startswith("drawn")]
+    assert drawn[0][drawn[0].index("--model.layers") + 1] == "2"
+    assert len(of(lines, "picture")) == 1 and "![clusters](results/drawn-cast-clusters.svg)" in page
+    for name in ("drawn-cast-clusters", "drawn-tradeoff"):
+        xml.etree.ElementTree.parse(experiment.folder / "docs" / "results" / f"{name}.svg")
     experiment.results("--check")
     (experiment.folder / "docs" / "results.md").write_text(page + "typed by hand\n")
     assert "not what the logs say" in experiment.results("--check", status=1)
@@ -197,7 +221,7 @@ def check(experiment: Experiment) -> None:
     assert "DIFFERS" in experiment._script("compare.py", *compare, status=1)
 
     # Mistakes.
-    assert "expected one of trained, replaced, mapped-32, mapped-64, swapped" in experiment.run("--family", "none", status=1)
+    assert "expected one of trained, replaced, mapped-32, mapped-64, swapped, drawn" in experiment.run("--family", "none", status=1)
     experiment.plan.write_text(PLAN.replace("seeds", "seedlings"))
     assert "got seedlings" in experiment.run(status=1)
     experiment.plan.write_text(PLAN.replace('task = "masked"', 'task = "sing"').replace("4\n", "5\n"))

@@ -259,6 +259,7 @@ TEST(Inspect, MembersOfClustersAreThoseOfTheSizes) {
 TEST(Inspect, DrawsImagesAndTheirClusters) {
   Config config;
   config.task = "pathfinder";
+  config.pathfinder.paddles = 4;
   config.length = 256;
   config.model.dim = 16;
   config.model.heads = 4;
