@@ -30,44 +30,55 @@ def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
     return [round(i * step, 10) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+class Frame:
+    """The axes of a plot: x from 0, y with a margin."""
+
+    def __init__(self, width: int, height: int, x_high: float, y_range: tuple[float, float]) -> None:
+        self.width, self.height, self.x_high = width, height, x_high
+        low, high = y_range
+        margin = 0.03 * (high - low) or 0.1  # one point
+        self.low, self.high = low - margin, high + margin
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """Where a point is; one above or below is at the edge."""
+        across = LEFT + x / self.x_high * (self.width - LEFT - RIGHT)
+        inside = self.height - TOP - BOTTOM
+        down = TOP + (self.high - min(max(y, self.low), self.high)) / (self.high - self.low) * inside
+        return round(across, 1), round(down, 1)
+
+    def parts(self, title: str, x_label: str, y_label: str, below: int = 0) -> list[str]:
+        """The beginning of an SVG picture, with room for a legend `below`."""
+        right, height = self.width - RIGHT, self.height + below
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {height}" '
+            f'width="{self.width}" height="{height}" font-family="sans-serif" font-size="11">',
+            f'<rect width="{self.width}" height="{height}" fill="white"/>',
+            f'<text x="{LEFT}" y="18" font-size="13">{escape(title)}</text>',
+        ]
+        for tick in ticks(0.0, self.x_high):
+            x, y = self.place(tick, self.low)
+            parts.append(f'<text x="{x}" y="{y + 15}" text-anchor="middle">{tick:g}</text>')
+        for tick in ticks(self.low, self.high):
+            x, y = self.place(0.0, tick)
+            parts.append(f'<path d="M{x} {y}H{right}" stroke="#dddddd"/>')
+            parts.append(f'<text x="{x - 6}" y="{y + 4}" text-anchor="end">{tick:g}</text>')
+        parts.append(f'<text x="{(LEFT + right) / 2}" y="{self.height - 10}" text-anchor="middle">{escape(x_label)}</text>')
+        centre = (TOP + self.height - BOTTOM) / 2
+        parts.append(f'<text transform="translate(14 {centre}) rotate(-90)" text-anchor="middle">'
+                     f"{escape(y_label)}</text>")
+        return parts
+
+
 def line_plot(title: str, x_label: str, y_label: str, curves: list[Curve],
               y_range: tuple[float, float] | None = None) -> str:
     """An SVG picture. Points outside of y_range are cut off at its edge."""
-    xs = [x for curve in curves for x, _ in curve.points]
     ys = [y for curve in curves for _, y in curve.points]
-    x_low, x_high = 0.0, max(xs)
-    y_low, y_high = y_range or (min(ys), max(ys))
-    margin = 0.03 * (y_high - y_low)
-    y_low, y_high = y_low - margin, y_high + margin
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
-        down = TOP + (y_high - min(max(y, y_low), y_high)) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
-        return round(across, 1), round(down, 1)
-
+    frame = Frame(WIDTH, HEIGHT, max(x for curve in curves for x, _ in curve.points), y_range or (min(ys), max(ys)))
     names = list(dict.fromkeys(curve.name for curve in curves))
-    legend = 16 * len(names) + 8
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + legend}" '
-        f'width="{WIDTH}" height="{HEIGHT + legend}" font-family="sans-serif" font-size="11">',
-        f'<rect width="{WIDTH}" height="{HEIGHT + legend}" fill="white"/>',
-        f'<text x="{LEFT}" y="18" font-size="13">{escape(title)}</text>',
-    ]
-    for tick in ticks(x_low, x_high):
-        x, y = place(tick, y_low)
-        parts.append(f'<text x="{x}" y="{y + 15}" text-anchor="middle">{tick:g}</text>')
-    for tick in ticks(y_low, y_high):
-        x, y = place(x_low, tick)
-        parts.append(f'<path d="M{x} {y}H{WIDTH - RIGHT}" stroke="#dddddd"/>')
-        parts.append(f'<text x="{x - 6}" y="{y + 4}" text-anchor="end">{tick:g}</text>')
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{HEIGHT - 10}" text-anchor="middle">{escape(x_label)}</text>')
-    centre = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(f'<text transform="translate(14 {centre}) rotate(-90)" text-anchor="middle">'
-                 f"{escape(y_label)}</text>")
+    parts = frame.parts(title, x_label, y_label, below=16 * len(names) + 8)
     for curve in curves:
         colour = COLOURS[names.index(curve.name) % len(COLOURS)]
-        path = "L".join(f"{x} {y}" for x, y in (place(*point) for point in curve.points))
+        path = "L".join(f"{x} {y}" for x, y in (frame.place(*point) for point in curve.points))
         parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.3"/>')
     for index, name in enumerate(names):
         y = HEIGHT + 16 * index + 4
@@ -88,37 +99,15 @@ class Mark(NamedTuple):
 
 
 def scatter_plot(title: str, x_label: str, y_label: str, marks: list[Mark]) -> str:
-    """An SVG picture with the name of every mark beside it, and its range as a line."""
-    width, height = 640, 400
-    x_high = 1.25 * max(mark.x for mark in marks)  # names are to the right
-    y_low, y_high = min(mark.low for mark in marks), max(mark.high for mark in marks)
-    margin = 0.06 * (y_high - y_low) or 0.1  # one mark without a range
-    y_low, y_high = y_low - margin, y_high + margin
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = LEFT + x / x_high * (width - LEFT - RIGHT)
-        return round(across, 1), round(TOP + (y_high - y) / (y_high - y_low) * (height - TOP - BOTTOM), 1)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{LEFT}" y="18" font-size="13">{escape(title)}</text>',
-    ]
-    for tick in ticks(0, x_high):
-        x, y = place(tick, y_low)
-        parts.append(f'<text x="{x}" y="{y + 15}" text-anchor="middle">{tick:g}</text>')
-    for tick in ticks(y_low, y_high):
-        x, y = place(0, tick)
-        parts.append(f'<path d="M{x} {y}H{width - RIGHT}" stroke="#dddddd"/>')
-        parts.append(f'<text x="{x - 6}" y="{y + 4}" text-anchor="end">{tick:g}</text>')
-    parts.append(f'<text x="{(LEFT + width - RIGHT) / 2}" y="{height - 10}" text-anchor="middle">{escape(x_label)}</text>')
-    centre = (TOP + height - BOTTOM) / 2
-    parts.append(f'<text transform="translate(14 {centre}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>')
+    """An SVG picture with the name of every mark to its right, and its range as a line."""
+    frame = Frame(640, 400, 1.25 * max(mark.x for mark in marks),
+                  (min(mark.low for mark in marks), max(mark.high for mark in marks)))
+    parts = frame.parts(title, x_label, y_label)
     for index, mark in enumerate(marks):
         colour = COLOURS[index % len(COLOURS)]
-        x, y = place(mark.x, mark.y)
-        parts.append(f'<path d="M{x} {place(mark.x, mark.low)[1]}V{place(mark.x, mark.high)[1]}" stroke="{colour}"/>')
+        x, y = frame.place(mark.x, mark.y)
+        ends = [frame.place(mark.x, end)[1] for end in (mark.low, mark.high)]
+        parts.append(f'<path d="M{x} {ends[0]}V{ends[1]}" stroke="{colour}"/>')
         parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>')
         parts.append(f'<text x="{x + 8}" y="{y + 4}">{escape(mark.name)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"

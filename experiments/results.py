@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -283,9 +284,25 @@ def chapter(plan: Line, logs: Logs) -> tuple[str, Files]:
     return text, pictures
 
 
+def summary(logs: Path, descriptions: Path) -> str:
+    """summary.md with the mean score of the seeds in place of every [[EXPERIMENT/FAMILY/EVALUATION]]."""
+    template = descriptions / "summary.md"
+    if not template.exists():
+        return ""
+
+    def score(match: re.Match[str]) -> str:
+        experiment, family, evaluation = match[1].split("/")
+        lines = Logs(logs / f"{experiment}.jsonl.xz").of("score", family=family, evaluation=evaluation)
+        if not lines:
+            sys.exit(f"results.py: summary.md: no score of {match[1]} in the logs")
+        return f"{statistics.mean(line['metric'] for line in lines):.3f}"
+
+    return "\n" + re.sub(r"\[\[(.*?)\]\]", score, template.read_text(encoding="utf-8"))
+
+
 def results(logs: Path, descriptions: Path) -> Files:
     """All files under docs/."""
-    page, files = HEAD, {}
+    page, files = HEAD + summary(logs, descriptions), {}
     for path in sorted(logs.glob("*.jsonl.xz")):
         if path.name == certificates.LOG.name:
             page += certificates.chapter(Logs(path).lines)
