@@ -168,9 +168,9 @@ const char* const kGenerateExamples =
 routing attention. Attentions whose selection sees future tokens cannot
 generate.
 
-Text goes to standard output, progress and speed to standard error. Images (--task
-images --images.predict pixels) are drawn into one PNG file; the report shows that
-of a run if it is samples.png in the run's folder.
+Text goes to standard output, progress and speed to standard error. Images
+(--task images --images.predict pixels) are drawn into one PNG file. The report
+shows samples.png in the run's folder.
 
 Examples:
   coterie generate runs/bytes-full --prompt "namespace "

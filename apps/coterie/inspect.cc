@@ -159,9 +159,9 @@ sequences, cut to 512 tokens.
 --save-rows writes q, k and v of each head group instead, for coterie bench
 --data FILE.
 
---picture draws the clusters of every layer on held-out images instead (tasks images
-and pathfinder; of the first head of each group). The report shows that of a run if
-it is clusters.png in the run's folder.
+--picture draws the clusters of the first head of every layer and group on
+held-out images instead (tasks images and pathfinder). The report shows
+clusters.png in the run's folder.
 
 Examples:
   coterie inspect runs/copy-clustered

@@ -135,7 +135,7 @@ expect_mistake("expected a task whose tokens are an image" inspect ${WORK}/run -
 expect_mistake("the model has none" inspect ${WORK}/pixels --picture ${WORK}/c.png)
 run(0 report ${WORK}/pixels ${WORK}/paths --out ${WORK}/report.html)
 file(READ ${WORK}/report.html page)
-string(REGEX MATCHALL "<img [^>]*data:image/png;base64,iVBORw0KGgo" found "${page}")
+string(REGEX MATCHALL "base64,iVBORw0KGgo" found "${page}")
 list(LENGTH found count)
 expect_equal("${count}" 2)
 run(0 generate --help)

@@ -116,7 +116,7 @@ TEST(Options, EveryFieldSurvivesTheRoundTripThroughText) {
   EXPECT_EQ(config_text(parse_config(text, "text")), text);
   // The text has every field, with a value other than its default.
   const auto lines = lines_of(text), defaults = lines_of(config_text(Config()));
-  ASSERT_EQ(lines.size(), 11 + 2 + 5 + 1 + 3 + 2 + 1 + 3 + 4 + 13 + 9 + 3 + 14 + 2);
+  ASSERT_EQ(lines.size(), 11 + 2 + 5 + 1 + 3 + 2 + 1 + 6 + 4 + 13 + 9 + 3 + 14 + 2);
   ASSERT_EQ(defaults.size(), lines.size());
   for (std::size_t i = 0; i < lines.size(); ++i) EXPECT_NE(lines[i], defaults[i]);
 }
