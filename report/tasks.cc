@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <filesystem>
+#include <map>
 #include <set>
 
 #include "formats/files.h"
@@ -15,15 +16,25 @@ namespace coterie::train {
 
 namespace {
 
+// Empty for a task of a newer version.
 std::string task_text(const std::string& task) {
-  if (task == "copy")
-    return "A word and its copy with different symbols masked in each: every masked symbol can be "
-           "read from the other copy.";
-  if (task == "recall")
-    return "Pairs of a key and a value, then queries: which value came with this key?";
-  if (task == "bytes") return "The next byte of a text.";
-  if (task == "words") return "The next word of a text.";
-  return "";
+  static const std::map<std::string, std::string> texts = {
+      {"copy",
+       "A word and its copy with different symbols masked in each: every masked symbol can be "
+       "read from the other copy."},
+      {"recall", "Pairs of a key and a value, then queries: which value came with this key?"},
+      {"bytes", "The next byte of a text."},
+      {"masked", "The bytes of a text that are masked, from both sides."},
+      {"words", "The next word of a text."},
+      {"tokens", "The next token of a text in byte-pair encoding."},
+      {"listops", "The value of a nested expression of lists of digits."},
+      {"pathfinder", "Whether a dashed path joins the two discs of an image, read by rows."},
+      {"images", "Images read by rows: their class, or each value from those before it."},
+      {"imdb", "Whether a review, read as bytes, is positive."},
+      {"retrieval", "Whether two passages, read as bytes, are from one article."},
+      {"speech", "The transcript of recorded speech."}};
+  const auto found = texts.find(task);
+  return found == texts.end() ? "" : found->second;
 }
 
 std::string or_dash(double value, const std::string& text) {
