@@ -140,10 +140,7 @@ class Run {
     state_.threads = coterie::threads();
     finished_ = restored && !reason_to_stop().empty() && log_has_ended();
     if (finished_) return;
-    if (!restored && !config_.init_from.empty()) load_parameters();
-    if (!restored && routing_ && config_.train.centroids == "data" && config_.init_from.empty()) {
-      initialise_centroids();
-    }
+    if (!restored) start_parameters();
     open_folder();
   }
 
@@ -166,11 +163,10 @@ class Run {
     for (const at::Tensor& parameter : model_->parameters()) {
       result.parameters += parameter.numel();
     }
-    if (routing_ && config_.train.centroids == "data") {
-      const Clock::time_point start = Clock::now();
-      initialise_centroids();
+    const Clock::time_point begun = Clock::now();
+    if (start_parameters()) {
       synchronise(device_);
-      result.centroid_seconds = seconds_since(start);
+      result.centroid_seconds = seconds_since(begun);
     }
     result.batch_tokens = config_.train.batch * config_.length;
     for (int i = 0; i < (graph_ ? kBeforeGraph + 1 : 1); ++i) run_step();
@@ -362,6 +358,15 @@ class Run {
         "--data; got {} bytes with {}. To train its parameters on other data, start a "
         "new run with --init-from",
         folder, checkpoint.data.bytes, checkpoint.data.checksum, now.bytes, now.checksum));
+  }
+
+  // Before the first step; returns whether it initialised centroids.
+  bool start_parameters() {
+    const bool loads = !config_.init_from.empty();
+    const bool initialises = !loads && routing_ && config_.train.centroids == "data";
+    if (loads) load_parameters();
+    if (initialises) initialise_centroids();
+    return initialises;
   }
 
   void load_parameters() {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "coterie/error.h"
 #include "runs.h"
 #include "train/trainer.h"
 
@@ -59,6 +60,13 @@ TEST(ProfileTest, TheStartOfRoutingIsTimed) {
   config.attention = "routing(clusters=2,window=16)";
   config.train.centroids = "data";
   EXPECT_GT(dry_run(config, *make_task(config), 1, /*profile=*/false).centroid_seconds, 0);
+}
+
+TEST(ProfileTest, ParametersAreThoseOfTheRunToStartFrom) {
+  Config config = tiny_config("copy");
+  config.init_from = "no/such/run";
+  const auto task = make_task(config);
+  EXPECT_THROW(dry_run(config, *task, 1, /*profile=*/false), Error);
 }
 
 }  // namespace
