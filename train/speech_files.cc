@@ -139,16 +139,18 @@ class Alphabet {
     for (const std::string& line : lines_of(dictionary)) {
       std::istringstream parts(line);
       std::string word;
+      std::vector<std::string> phones;
       parts >> word;
-      std::vector<std::string>& phones = words[word];
       for (std::string phone; parts >> phone;) {
         phones.push_back(phone);
         numbers[phone] = 0;
       }
-      if (phones.empty()) {
-        refuse_speech(name_, "expected lines of a word and its phones; got \"" + line + '"');
+      if (phones.empty() || !words.emplace(word, phones).second) {
+        refuse_speech(name_,
+                      "expected a word, once, and its phones in every line; got \"" + line + '"');
       }
     }
+    if (words.empty()) refuse_speech(name_, "expected lines of a word and its phones; got none");
     for (auto& [phone, number] : numbers) number = ++symbols_;
     for (const auto& [word, phones] : words) {
       for (const std::string& phone : phones) phones_[word].push_back(numbers[phone]);

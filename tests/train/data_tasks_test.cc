@@ -594,8 +594,13 @@ TEST(Speech, PhonesAreThoseOfTheFirstPronunciation) {
   EXPECT_NE(error_of([&] { make_task(config); }).find("expected the word CAB; it is missing"),
             std::string::npos);
   write_at(folder, "an4/etc/an4.dic", words + "CAB\n");
-  EXPECT_NE(error_of([&] { make_task(config); }).find("a word and its phones; got \"CAB\""),
+  EXPECT_NE(error_of([&] { make_task(config); }).find("in every line; got \"CAB\""),
             std::string::npos);
+  write_at(folder, "an4/etc/an4.dic", words + "A  EY\n");
+  EXPECT_NE(error_of([&] { make_task(config); }).find("in every line; got \"A  EY\""),
+            std::string::npos);
+  write_at(folder, "an4/etc/an4.dic", "\n");
+  EXPECT_NE(error_of([&] { make_task(config); }).find("its phones; got none"), std::string::npos);
   write_at(folder, "an4/etc/an4.dic", words + "CAB  K AE B\n");
   const auto task = make_task(config);
   // AE AH B EY IY K S; recordings A B, BC, CAB A and B, which are not separated from each other.
