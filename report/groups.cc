@@ -96,6 +96,10 @@ std::string title_of(const RunLog& run) {
   if (run.task == "recall") {
     title += config_value(run, "recall.causal") == "true" ? ", causal" : ", bidirectional";
   }
+  if (run.task == "images" && run.metric != "accuracy") title += ", value by value";
+  if (config_value(run, "speech.symbols") == "phones") title += ", phones";
+  const std::string joined = config_value(run, "speech.join");
+  if (run.task == "speech" && !joined.empty() && joined != "1") title += ", " + joined + " joined";
   if (length_of(run) >= kLongSequence) title += ", long sequences";
   const std::string data = config_value(run, "data");
   return data.empty() ? title : title + ": " + data;

@@ -223,6 +223,22 @@ TEST_F(ReportTest, HasASectionPerTaskAndTheCommonOnes) {
   EXPECT_FALSE(contains(html, "http"));        // no external resources
 }
 
+TEST_F(ReportTest, RunsOfOtherMetricsOrSymbolsAreApart) {
+  write_run("a", header("images", "full", 64) + kSteps + kEnd);
+  write_run("b", header("images", "full", 64, "bits per dimension") + kSteps + kEnd);
+  write_run("c", header("speech", "full", 64, "error rate") + kSteps + kEnd);
+  std::string phones = header("speech", "full", 64, "error rate");
+  const std::string length = R"(length = 64\n)";
+  phones.replace(phones.find(length), length.size(),
+                 length + R"([speech]\nsymbols = \"phones\"\njoin = 8\n)");
+  write_run("d", phones + kSteps + kEnd);
+  const std::string html = page();
+  for (const char* const title :
+       {"images", "images, value by value", "speech", "speech, phones, 8 joined"}) {
+    EXPECT_TRUE(contains(html, std::string("<h2>") + title + "</h2>")) << title;
+  }
+}
+
 TEST_F(ReportTest, TheSummaryRanksResults) {
   const std::string better = R"({"kind":"eval","step":30,"split":"valid","metric":0.994})"
                              "\n";
