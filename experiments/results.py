@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import lzma
 import re
@@ -45,6 +46,9 @@ class Logs:
         """Lines of a kind whose fields have the wanted values."""
         return [line for line in self.lines if line["kind"] == kind
                 and all(line.get(key) == value for key, value in wanted.items())]
+
+
+read = functools.cache(Logs)  # every file once
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -301,7 +305,7 @@ def summary(logs: Path, descriptions: Path) -> str:
 
     def score(match: re.Match[str]) -> str:
         experiment, family, evaluation = match[1].split("/")
-        lines = Logs(logs / f"{experiment}.jsonl.xz").of("score", family=family, evaluation=evaluation)
+        lines = read(logs / f"{experiment}.jsonl.xz").of("score", family=family, evaluation=evaluation)
         if not lines:
             sys.exit(f"results.py: summary.md: no score of {match[1]} in the logs")
         return f"{statistics.mean(line['metric'] for line in lines):.3f}"
@@ -314,15 +318,15 @@ def results(logs: Path, descriptions: Path) -> Files:
     page, files = HEAD + summary(logs, descriptions), {}
     for path in sorted(logs.glob("*.jsonl.xz")):
         if path.name == certificates.LOG.name:
-            page += certificates.chapter(Logs(path).lines)
+            page += certificates.chapter(read(path).lines)
             continue
         if path.name == "approximate.jsonl.xz":
-            text, pictures = approximate.chapter(Logs(path).lines)
+            text, pictures = approximate.chapter(read(path).lines)
             page += text
             files |= pictures
             continue
         plan = plans.load(descriptions / path.name.replace(".jsonl.xz", ".toml"))
-        text, pictures = chapter(plan, Logs(path))
+        text, pictures = chapter(plan, read(path))
         page += text
         files |= pictures
     if (logs / steps.LOG.name).exists():

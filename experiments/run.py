@@ -71,11 +71,11 @@ class Driver:
         for process in list(self._running):
             process.terminate()
 
-    def data_of(self, run: plans.Run) -> str | None:
-        """The path of a run's data."""
+    def data_words(self, run: plans.Run) -> list[str]:
+        """The option that names a run's data, if it has any."""
         if run.file == "" or not self.data:
-            return None
-        return self.data if run.file is None else str(Path(self.data) / run.file)
+            return []
+        return ["--data", self.data if run.file is None else str(Path(self.data) / run.file)]
 
     def _machine(self) -> dict[str, str]:
         """What ``coterie info`` prints, by the first word of each line."""
@@ -132,7 +132,7 @@ class Driver:
             words = ["train", "--out", str(folder), "--resume"]
         else:
             words = ["train", "--out", str(folder), "--device", self._place.device]
-            words += ["--data", self.data_of(run)] if self.data_of(run) else []
+            words += self.data_words(run)
             for key, value in run.options.items():
                 words += [f"--{key}", value.replace("{runs}", str(self.folder))]
         for line in self.command(run, words):
@@ -145,7 +145,7 @@ class Driver:
         if run.label in done and not missing:
             return
         words = ["eval", str(self.folder / run.name), "--split", self.split, "--json"]
-        words += ["--data", self.data_of(run)] if self.data_of(run) else []
+        words += self.data_words(run)
         words += ["--device", self._place.device]
         words += ["--attention", *missing.values()] if missing else []
         labels = iter([run.label, *missing])  # the program begins with the trained attention
@@ -161,7 +161,7 @@ class Driver:
         if not run.inspect or any(line["kind"] == "inspection" for line in self.read_log(run)):
             return
         words = ["inspect", str(self.folder / run.name), "--json", "--rows", "16", "--device", self._place.device]
-        words += ["--data", self.data_of(run)] if self.data_of(run) else []
+        words += self.data_words(run)
         found = json.loads("".join(self.command(run, words)))
         self.write(run, {"kind": "inspection", "divergences": found["divergences"]})
 
@@ -177,7 +177,7 @@ class Driver:
                 words = ["generate", str(folder), "--samples", "8", "--out", str(path)]
             else:
                 words = ["inspect", str(folder), "--rows", "4", "--picture", str(path)]
-                words += ["--data", self.data_of(run)] if self.data_of(run) else []
+                words += self.data_words(run)
             for _ in self.command(run, [*words, "--device", self._place.device]):
                 pass
             self.write(run, {"kind": "picture", "name": name, "png": base64.b64encode(path.read_bytes()).decode()})
